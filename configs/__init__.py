@@ -1,0 +1,1 @@
+"""What a user can set: schema, checks and the gin loader. Nothing here imports torch."""

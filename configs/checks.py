@@ -1,0 +1,372 @@
+"""Checks across classes: combinations that cannot work, refused before anything is built."""
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from configs.data_schema import BenchmarkDatasetArgs, DatasetArgs, EmbeddingArgs, FeatureArgs
+from configs.datasets import DATASETS
+from configs.rules import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from configs.schema import ExperimentArgs
+
+_RANKING_METRICS = ("auc", "gauc", "ne", "logloss", "auc_multiclass", "loss")
+
+
+def is_retrieval_metric(name: str) -> bool:
+    """HR@k, NDCG@k with k >= 1, or MRR, in any case."""
+    return re.fullmatch(r"(HR|NDCG)@[1-9]\d*|MRR", name.upper()) is not None
+
+
+def group_of(dataset: BenchmarkDatasetArgs, feature_name: str) -> FeatureArgs:
+    """The group that generates a feature; raises ConfigError when none does."""
+    for group in dataset.feature_args:
+        if feature_name in group.feature_names:
+            return group
+    known = [name for group in dataset.feature_args for name in group.feature_names]
+    raise ConfigError(
+        f"BenchmarkDatasetArgs.feature_args must generate every feature that is used, got no "
+        f"feature {feature_name!r}; {did_you_mean(feature_name, known) or 'add it'}",
+        "BenchmarkDatasetArgs.feature_args",
+        "BenchmarkDatasetArgs.item_feature_name",
+        "BenchmarkDatasetArgs.action_feature_name",
+        "BenchmarkDatasetArgs.contextual_feature_names",
+    )
+
+
+def resolve_contextual_mask(experiment: "ExperimentArgs") -> tuple[bool, str]:
+    """Whether contextual tokens are causal, and why.
+
+    A contextual token that sees the whole history hands it, one layer later, to every history
+    token. So it may see it only when no history token is supervised or there is one layer.
+    """
+    asked = experiment.network.disable_contextual_mask
+    if asked is not None:
+        return asked, "NetworkArgs.disable_contextual_mask is set"
+    if experiment.num_contextuals == 0:
+        return False, "there are no contextual features"
+    if not experiment.history_loss:
+        return False, "no history position is supervised, so contextual tokens may see all of it"
+    if experiment.network.num_layers == 1:
+        return False, "one layer cannot hand the history on from contextual tokens"
+    return True, "history positions are supervised and would see their own labels through it"
+
+
+def check_experiment(experiment: "ExperimentArgs") -> None:
+    """Raises ConfigError for the first combination that cannot work."""
+    checks: tuple[Callable[[ExperimentArgs], None], ...] = (
+        _check_task,
+        _check_dataset,
+        _check_supervision,
+        _check_mask,
+        _check_head,
+        _check_parallel,
+        _check_precision,
+        _check_metric,
+    )
+    for check in checks:
+        check(experiment)
+
+
+def _check_task(experiment: "ExperimentArgs") -> None:
+    if (experiment.ranking is None) == (experiment.retrieval is None):
+        count = "both" if experiment.ranking is not None else "neither"
+        raise ConfigError(
+            f"ExperimentArgs must hold either ranking or retrieval, got {count}; give one of them"
+        )
+
+
+def _check_dataset(experiment: "ExperimentArgs") -> None:
+    dataset = experiment.dataset
+    if isinstance(dataset, DatasetArgs):
+        _check_tables("DatasetArgs", dataset.embedding_args or (), experiment)
+        known = DATASETS[dataset.dataset_name].feature_names
+        _check_table_features("DatasetArgs", dataset.embedding_args or (), known)
+        return
+    groups = dataset.feature_args
+    names = [name for group in groups for name in group.feature_names]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"BenchmarkDatasetArgs.feature_args must name each feature once, got {name!r} "
+                f"{names.count(name)} times; remove one",
+                "BenchmarkDatasetArgs.feature_args",
+            )
+    _check_item_group(dataset)
+    _check_contextual_groups(dataset)
+    _check_tables("BenchmarkDatasetArgs", dataset.embedding_args, experiment)
+    _check_table_features("BenchmarkDatasetArgs", dataset.embedding_args, names)
+    _check_values_fit(dataset, experiment)
+
+
+def _check_item_group(dataset: BenchmarkDatasetArgs) -> None:
+    items = group_of(dataset, dataset.item_feature_name)
+    if items.max_sequence_length <= dataset.max_num_candidates:
+        raise ConfigError(
+            f"BenchmarkDatasetArgs.max_num_candidates must be < max_sequence_length = "
+            f"{items.max_sequence_length} of the item feature, which counts candidates, got "
+            f"{dataset.max_num_candidates}; leave at least one history event",
+            "BenchmarkDatasetArgs.max_num_candidates",
+            "BenchmarkDatasetArgs.feature_args",
+        )
+    action = dataset.action_feature_name
+    if action is not None and group_of(dataset, action) is not items:
+        raise ConfigError(
+            f"BenchmarkDatasetArgs.action_feature_name must be in the FeatureArgs of the item "
+            f"feature, got {action!r} in another one; items and actions share their lengths, so "
+            f"put both in one feature_names",
+            "BenchmarkDatasetArgs.action_feature_name",
+            "BenchmarkDatasetArgs.feature_args",
+        )
+
+
+def _check_contextual_groups(dataset: BenchmarkDatasetArgs) -> None:
+    names = dataset.contextual_feature_names
+    for name in names:
+        group = group_of(dataset, name)
+        events = (dataset.item_feature_name, dataset.action_feature_name)
+        if name in events or names.count(name) > 1:
+            raise ConfigError(
+                f"BenchmarkDatasetArgs.contextual_feature_names must name other features than "
+                f"items and actions, each once, got {name!r}; remove it",
+                "BenchmarkDatasetArgs.contextual_feature_names",
+            )
+        if group.max_sequence_length != 1:
+            raise ConfigError(
+                f"FeatureArgs.max_sequence_length must be 1 for the contextual feature {name!r} "
+                f"(one id per user), got {group.max_sequence_length}; set 1",
+                "BenchmarkDatasetArgs.contextual_feature_names",
+                "BenchmarkDatasetArgs.feature_args",
+            )
+
+
+def _check_tables(
+    owner: str, tables: tuple[EmbeddingArgs, ...], experiment: "ExperimentArgs"
+) -> None:
+    field = f"{owner}.embedding_args"
+    seen: set[str] = set()
+    for table in tables:
+        for kind, name in [
+            ("table", table.table_name),
+            *(("feature", f) for f in table.feature_names),
+        ]:
+            if f"{kind} {name}" in seen:
+                raise ConfigError(
+                    f"{field} must name each table and each feature once, got {kind} {name!r} "
+                    "twice; rename or remove one",
+                    field,
+                )
+            seen.add(f"{kind} {name}")
+        contextual = {name in experiment.contextual_feature_names for name in table.feature_names}
+        network = experiment.network
+        if len(contextual) > 1 and network.item_embedding_dim != network.contextual_embedding_dim:
+            raise ConfigError(
+                f"{field} must not share table {table.table_name!r} between items or actions and "
+                f"contextual features when NetworkArgs.item_embedding_dim = "
+                f"{network.item_embedding_dim} and contextual_embedding_dim = "
+                f"{network.contextual_embedding_dim} differ; use two tables",
+                field,
+                "NetworkArgs.item_embedding_dim",
+                "NetworkArgs.contextual_embedding_dim",
+            )
+
+
+def _check_table_features(
+    owner: str, tables: tuple[EmbeddingArgs, ...], known: "list[str] | tuple[str, ...]"
+) -> None:
+    for table in tables:
+        for name in table.feature_names:
+            if name not in known:
+                raise ConfigError(
+                    f"{owner}.embedding_args must name features of the data ({', '.join(known)}), "
+                    f"got {name!r} in table {table.table_name!r}; "
+                    f"{did_you_mean(name, known) or 'remove it'}",
+                    f"{owner}.embedding_args",
+                )
+
+
+def _check_values_fit(dataset: BenchmarkDatasetArgs, experiment: "ExperimentArgs") -> None:
+    rows = {
+        name: table.item_vocab_size_or_capacity
+        for table in dataset.embedding_args
+        for name in table.feature_names
+    }
+    action = () if experiment.action_feature_name is None else (experiment.action_feature_name,)
+    for name in (dataset.item_feature_name, *action, *dataset.contextual_feature_names):
+        if name not in rows:
+            raise ConfigError(
+                f"BenchmarkDatasetArgs.embedding_args must hold a table for every feature that is "
+                f"used, got none for {name!r}; add one with feature_names = [{name!r}]",
+                "BenchmarkDatasetArgs.embedding_args",
+            )
+        values = (group_of(dataset, name).value_dists or {}).get(name)
+        if values is not None and max(values.low + 1, values.high or 0) > rows[name]:
+            raise ConfigError(
+                f"FeatureArgs.value_dists must draw ids in [0, {rows[name]}), the table of "
+                f"{name!r}, got [{values.low}, {values.high}); lower them or raise "
+                "item_vocab_size_or_capacity",
+                "BenchmarkDatasetArgs.feature_args",
+                "BenchmarkDatasetArgs.embedding_args",
+            )
+
+
+def _check_supervision(experiment: "ExperimentArgs") -> None:
+    if experiment.max_num_candidates == 0 and not experiment.history_loss:
+        raise ConfigError(
+            "DatasetArgs.history_loss must not be False when max_num_candidates is 0, got False; "
+            "nothing would be supervised: set max_num_candidates or leave history_loss out",
+            "DatasetArgs.history_loss",
+            "DatasetArgs.max_num_candidates",
+        )
+    if not experiment.network.is_causal:
+        reason = (
+            "candidates must not be seen by the history"
+            if experiment.max_num_candidates > 0
+            else "supervised history positions would see their own labels"
+        )
+        raise ConfigError(
+            f"NetworkArgs.is_causal must be True for this data, got False; {reason}: remove it",
+            "NetworkArgs.is_causal",
+            f"{type(experiment.dataset).__name__}.max_num_candidates",
+        )
+
+
+def _check_mask(experiment: "ExperimentArgs") -> None:
+    network = experiment.network
+    leaks = experiment.history_loss and experiment.num_contextuals > 0 and network.num_layers > 1
+    if network.disable_contextual_mask is False and leaks:
+        supervised_by = (
+            "retrieval supervises the history"
+            if experiment.retrieval is not None
+            else "DatasetArgs.history_loss supervises the history (None = wherever "
+            "max_num_candidates is 0)"
+        )
+        raise ConfigError(
+            f"NetworkArgs.disable_contextual_mask must not be False here, got False; "
+            f"{supervised_by}, and with {network.num_layers} layers contextual tokens would hand "
+            "each position its own label: leave it out or set True",
+            "NetworkArgs.disable_contextual_mask",
+            "DatasetArgs.history_loss",
+        )
+
+
+def _check_head(experiment: "ExperimentArgs") -> None:
+    ranking, dataset = experiment.ranking, experiment.dataset
+    threshold = dataset.like_threshold if isinstance(dataset, DatasetArgs) else None
+    if threshold is not None:
+        _check_threshold(experiment, threshold)
+    if ranking is None:
+        return
+    facts = experiment.facts
+    num_tasks, width = ranking.num_tasks, ranking.prediction_head_arch[-1]
+    fields = ["RankingArgs.prediction_head_arch", "RankingArgs.num_tasks"]
+    if facts is not None:
+        fields.append("DatasetArgs.dataset_name")
+        most = facts.num_classes if facts.label_kind == "bitmask" else 1
+        if num_tasks > most:
+            raise ConfigError(
+                f"RankingArgs.num_tasks must be at most {most} for {dataset_name(experiment)}, got "
+                f"{num_tasks}; an event has {most} label{'s' if most > 1 else ''} there",
+                *fields[1:],
+            )
+    if num_tasks > 1:
+        expected, why = num_tasks, f"num_tasks = {num_tasks}: one logit per task"
+    elif facts is None:
+        return
+    elif threshold is not None:
+        expected, why = 1, f"like_threshold = {threshold:g}: one logit"
+        fields.append("DatasetArgs.like_threshold")
+    elif facts.label_kind == "bitmask":
+        expected, why = 1, "num_tasks = 1: one logit for bit 0"
+    else:
+        expected, why = facts.num_classes, f"{dataset_name(experiment)}: one logit per rating"
+    if width != expected:
+        raise ConfigError(
+            f"RankingArgs.prediction_head_arch must end with {expected} ({why}), got "
+            f"{list(ranking.prediction_head_arch)}; write "
+            f"{[*ranking.prediction_head_arch[:-1], expected]}",
+            *fields,
+        )
+
+
+def dataset_name(experiment: "ExperimentArgs") -> str:
+    """The name of the real data set."""
+    assert isinstance(experiment.dataset, DatasetArgs)
+    return experiment.dataset.dataset_name
+
+
+def _check_threshold(experiment: "ExperimentArgs", threshold: float) -> None:
+    facts = experiment.facts
+    assert facts is not None
+    ratings = facts.ratings
+    if not ratings or not ratings[0] < threshold <= ratings[-1]:
+        rule = (
+            f"must lie in ({ratings[0]:g}, {ratings[-1]:g}]"
+            if ratings
+            else "must be None: there are no ratings"
+        )
+        raise ConfigError(
+            f"DatasetArgs.like_threshold {rule} for {dataset_name(experiment)}, got {threshold:g}; "
+            f"{'otherwise all labels are equal' if ratings else 'remove it'}",
+            "DatasetArgs.like_threshold",
+            "DatasetArgs.dataset_name",
+        )
+
+
+def _check_parallel(experiment: "ExperimentArgs") -> None:
+    size = experiment.parallel.tensor_model_parallel_size
+    network = experiment.network
+    if network.num_attention_heads % size:
+        raise ConfigError(
+            f"NetworkArgs.num_attention_heads must be divisible by tensor_model_parallel_size = "
+            f"{size}, got {network.num_attention_heads}; change one of them",
+            "NetworkArgs.num_attention_heads",
+            "TensorModelParallelArgs.tensor_model_parallel_size",
+        )
+
+
+def _check_precision(experiment: "ExperimentArgs") -> None:
+    precision, network = experiment.precision, experiment.network
+    kept = precision.num_bf16_layers_at_start + precision.num_bf16_layers_at_end
+    alone = not precision.enable_fp8_for_prediction_head or experiment.ranking is None
+    too_many = kept > network.num_layers or (kept == network.num_layers and alone)
+    if precision.has_fp8_linears and too_many:
+        raise ConfigError(
+            f"MixedPrecisionArgs.num_layers_at_start_in_bf16 + num_layers_at_end_in_bf16 must be < "
+            f"NetworkArgs.num_layers = {network.num_layers}, got "
+            f"{precision.num_bf16_layers_at_start} + {precision.num_bf16_layers_at_end}; no linear "
+            "would run in FP8: lower them, or set linear_recipe = None for FP8 attention alone",
+            "MixedPrecisionArgs.num_layers_at_start_in_bf16",
+            "MixedPrecisionArgs.num_layers_at_end_in_bf16",
+            "MixedPrecisionArgs.first_last_layers_bf16",
+            "NetworkArgs.num_layers",
+        )
+    mode = precision.hstu_attn_quantization_mode
+    lacking = mode in ("per_row", "per_batch")
+    if precision.has_fp8_attention and network.kernel_backend == "triton" and lacking:
+        raise ConfigError(
+            f"MixedPrecisionArgs.hstu_attn_quantization_mode must be bf16, cast, per_block, "
+            f"per_head or per_tensor with kernel_backend = 'triton', got {mode!r}; choose one of "
+            "these or set NetworkArgs.kernel_backend = 'cutlass'",
+            "MixedPrecisionArgs.hstu_attn_quantization_mode",
+            "NetworkArgs.kernel_backend",
+        )
+
+
+def _check_metric(experiment: "ExperimentArgs") -> None:
+    metric = experiment.trainer.early_stopping_metric
+    if metric is None:
+        return
+    if experiment.ranking is not None:
+        known = metric in _RANKING_METRICS
+        allowed = ", ".join(_RANKING_METRICS)
+    else:
+        known = metric == "loss" or (metric == metric.lower() and is_retrieval_metric(metric))
+        allowed = "hr@k, ndcg@k, mrr, loss"
+    if not known:
+        raise ConfigError(
+            f"TrainerArgs.early_stopping_metric must be one of {allowed} in a {experiment.task} "
+            f"run, got {metric!r}; {did_you_mean(metric, _RANKING_METRICS) or 'choose one'}",
+            "TrainerArgs.early_stopping_metric",
+        )

@@ -1,0 +1,128 @@
+"""Fields that do nothing in a given combination; setting one earns a warning, not a refusal."""
+
+import dataclasses
+from typing import Any
+
+from configs.schema import (
+    BenchmarkDatasetArgs,
+    DatasetArgs,
+    DynamicEmbeddingArgs,
+    ExperimentArgs,
+    FeatureArgs,
+    MixedPrecisionArgs,
+    OptimizerArgs,
+    RandomDistribution,
+    TensorModelParallelArgs,
+    TrainerArgs,
+)
+
+
+def inert_in_class(built: Any) -> dict[str, str]:
+    """Field -> reason, for what one object alone decides."""
+    match built:
+        case RandomDistribution():
+            return _inert_in_distribution(built)
+        case FeatureArgs() if not built.is_jagged:
+            return {"seqlen_dist": "is_jagged is False, every user has max_sequence_length"}
+        case DynamicEmbeddingArgs():
+            return _inert_in_dynamic_table(built)
+        case OptimizerArgs():
+            return _inert_in_optimizer(built)
+        case TensorModelParallelArgs() if built.tensor_model_parallel_size == 1:
+            return {"sequence_parallel": "tensor_model_parallel_size is 1"}
+        case MixedPrecisionArgs():
+            return _inert_in_precision(built)
+        case TrainerArgs():
+            return _inert_in_trainer(built)
+        case DatasetArgs() if built.max_num_candidates == 0:
+            return {"train_windows": "there are no candidates, every user is one sample"}
+    return {}
+
+
+def _inert_in_trainer(trainer: TrainerArgs) -> dict[str, str]:
+    inert: dict[str, str] = {}
+    if not trainer.profile:
+        reason = "profile is False"
+        inert |= {"profile_step_start": reason, "profile_step_end": reason}
+    if trainer.ckpt_save_interval == 0:
+        reason = "ckpt_save_interval is 0, nothing is saved"
+        inert |= {"ckpt_save_dir": reason, "ckpt_keep_last": reason}
+    return inert
+
+
+def _inert_in_distribution(distribution: RandomDistribution) -> dict[str, str]:
+    kind = distribution.dist_type
+    reason = f"dist_type is {kind!r}"
+    used = {"uniform": (), "normal": ("mean", "std"), "zipf": ("alpha",)}
+    used["lognormal"] = used["normal"]
+    return {name: reason for name in ("mean", "std", "alpha") if name not in used[kind]}
+
+
+def _inert_in_dynamic_table(table: DynamicEmbeddingArgs) -> dict[str, str]:
+    order = ("global_hbm_for_values", "item_vocab_gpu_capacity", "item_vocab_gpu_capacity_ratio")
+    given = [name for name in order if getattr(table, name) is not None]
+    return dict.fromkeys(given[1:], f"{given[0]} is set and comes first")
+
+
+def _inert_in_optimizer(optimizer: OptimizerArgs) -> dict[str, str]:
+    adam = optimizer.optimizer_str in ("adam", "adamw")
+    if adam or optimizer.sparse_optimizer_str in ("auto", "adam"):
+        return {}
+    reason = f"neither optimizer_str = {optimizer.optimizer_str!r} nor the tables' is Adam"
+    return dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), reason)
+
+
+def _inert_in_precision(precision: MixedPrecisionArgs) -> dict[str, str]:
+    names = [field.name for field in dataclasses.fields(precision)]
+    names.remove("mixed_precision_dtype")
+    if precision.mixed_precision_dtype is None:
+        reason = "MixedPrecisionArgs.mixed_precision_dtype is None, nothing runs in FP8"
+        return dict.fromkeys(names, reason)
+    if not precision.has_fp8_linears:
+        names.remove("hstu_attn_quantization_mode")
+        names.remove("fp8_eval")
+        return dict.fromkeys(names, "no linear runs in FP8")
+    inert: dict[str, str] = {}
+    if precision.linear_recipe != "delayed":
+        reason = f"linear_recipe is {precision.linear_recipe!r}, not 'delayed'"
+        inert |= dict.fromkeys(("amax_history_len", "amax_compute_algo", "margin"), reason)
+    if not precision.first_last_layers_bf16:
+        kept = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        inert |= dict.fromkeys(kept, "first_last_layers_bf16 is False")
+    return inert
+
+
+def inert_in_experiment(experiment: ExperimentArgs) -> dict[str, str]:
+    """ "Class.field" -> reason, for what only the whole run decides."""
+    inert = {"NetworkArgs.embedding_backend": "only servers of the model read it"}
+    network = experiment.network
+    if experiment.num_contextuals == 0:
+        reason = "there are no contextual features"
+        inert["NetworkArgs.disable_contextual_mask"] = reason
+        inert["NetworkArgs.contextual_embedding_dim"] = reason
+    if experiment.max_num_candidates == 0:
+        inert["NetworkArgs.target_group_size"] = "there are no candidates"
+    if not network.use_time_bias:
+        inert["NetworkArgs.num_time_buckets"] = "use_time_bias is False"
+    if experiment.retrieval is not None:
+        inert["DatasetArgs.history_loss"] = "retrieval always supervises the history"
+        inert["DatasetArgs.like_threshold"] = "retrieval has no like labels"
+        inert["MixedPrecisionArgs.enable_fp8_for_prediction_head"] = "retrieval has no such head"
+    if experiment.ranking is not None and len(experiment.ranking.prediction_head_arch) == 1:
+        reason = "the head has one layer"
+        inert["RankingArgs.prediction_head_act_type"] = reason
+        inert["RankingArgs.prediction_head_dropout"] = reason
+    if isinstance(experiment.dataset, BenchmarkDatasetArgs):
+        inert |= _inert_in_synthetic(experiment.dataset)
+    return inert
+
+
+def _inert_in_synthetic(dataset: BenchmarkDatasetArgs) -> dict[str, str]:
+    used = {dataset.item_feature_name, dataset.action_feature_name}
+    used |= set(dataset.contextual_feature_names)
+    names = {name for group in dataset.feature_args for name in group.feature_names}
+    idle = sorted(names - used)
+    if not idle:
+        return {}
+    reason = f"{', '.join(idle)} is neither item, action nor contextual feature"
+    return {"BenchmarkDatasetArgs.feature_args": reason}

@@ -1,0 +1,1 @@
+"""Data: preprocessing, splits, batches and loaders."""

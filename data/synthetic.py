@@ -1,0 +1,218 @@
+"""Synthetic data with a planted signal: every sample is a pure function of (seed, sample id)."""
+
+from __future__ import annotations
+
+import hashlib
+from statistics import NormalDist
+
+import numpy as np
+
+from configs.schema import BenchmarkDatasetArgs, RandomDistribution
+from data.batch import PackedSamples, SequenceBatch, collate
+from data.dataset import Datasets, FeatureFacts, ranges
+from data.distributions import bounded, draw, mix, normal, uniform
+
+_NUM_FACTORS = 3
+_FIRST_SECOND = 1_600_000_000
+_SECONDS_PER_EVENT = 3600
+_ITEM_WEIGHT, _USER_WEIGHT, _MATCH_WEIGHT, _NOISE_WEIGHT = 0.7, 0.5, 0.4, 0.3
+"""Standard deviations of the parts of a score; their squares sum to about 1."""
+
+
+def build_synthetic(
+    args: BenchmarkDatasetArgs,
+    *,
+    seed: int,
+    global_batch_size: int,
+    num_tasks: int = 1,
+    num_classes: int = 2,
+) -> Datasets:
+    """Training, validation and test folds over disjoint sample ids.
+
+    Training has num_generated_batches global batches, the others a tenth of that (at least one
+    batch).
+
+    Args:
+        args: features, lengths and tables, cross-checked by ExperimentArgs.
+        seed: with the sample id, all that a sample depends on.
+        global_batch_size: users a batch over all ranks.
+        num_tasks: more than one makes labels bit masks with a bit per task.
+        num_classes: with one task, labels are classes 0..num_classes - 1.
+
+    Raises:
+        ValueError: the labels do not fit the table of the action feature.
+    """
+    label_kind, width = ("bitmask", num_tasks) if num_tasks > 1 else ("classes", num_classes)
+    generator = SampleGenerator(args, seed=seed, label_kind=label_kind, num_classes=width)
+    num_train = args.num_generated_batches * global_batch_size
+    num_held_out = -(-args.num_generated_batches // 10) * global_batch_size
+    sizes = {"train": num_train, "validation": num_held_out, "test": num_held_out}
+    folds, first = {}, 0
+    for fold, size in sizes.items():
+        folds[fold] = SyntheticDataset(generator, first_sample_id=first, num_samples=size)
+        first += size
+    return Datasets(**folds, facts=generator.facts)
+
+
+class SyntheticDataset:
+    """The samples of a consecutive range of sample ids."""
+
+    def __init__(
+        self, generator: SampleGenerator, *, first_sample_id: int, num_samples: int
+    ) -> None:
+        self.generator = generator
+        self.first_sample_id, self.num_samples = first_sample_id, num_samples
+        described = f"{generator.fingerprint} {first_sample_id} {num_samples}"
+        self.fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def batch(self, indices_S: np.ndarray, *, batch_size: int) -> SequenceBatch:
+        facts = self.generator.facts
+        return collate(
+            self.generator.samples(indices_S + self.first_sample_id),
+            batch_size=batch_size,
+            item_feature_name=facts.item_feature_name,
+            action_feature_name=facts.action_feature_name,
+            contextual_feature_names=facts.contextual_feature_names,
+        )
+
+
+class SampleGenerator:
+    """Draws samples by hashing (seed, purpose, sample id, position), in numpy.
+
+    The label of an event comes from score = item effect + user effect + <user factors, item
+    factors> + noise, each with mean 0 and a fixed weight, so of variance about 1 in all: class
+    floor(K * Phi(score)), or bit k of the mask = score of task k > 0. Tasks have their own effects
+    and share the factors. An item's effect and factors are a hash of its id, a user's of the sample
+    id and of the contextual ids: they can be learned from tables and from history.
+    """
+
+    def __init__(
+        self, args: BenchmarkDatasetArgs, *, seed: int, label_kind: str, num_classes: int
+    ) -> None:
+        rows = {
+            name: table.item_vocab_size_or_capacity
+            for table in args.embedding_args
+            for name in table.feature_names
+        }
+        groups = {name: group for group in args.feature_args for name in group.feature_names}
+        action = () if args.action_feature_name is None else (args.action_feature_name,)
+        used = (args.item_feature_name, *action, *args.contextual_feature_names)
+        num_labels = num_classes if label_kind == "classes" else 2**num_classes
+        for name in action:
+            if rows[name] < num_labels:
+                raise ValueError(
+                    f"EmbeddingArgs.item_vocab_size_or_capacity for feature {name!r} must be >= "
+                    f"{num_labels} (every label is an id), got {rows[name]}"
+                )
+        self.facts = FeatureFacts(
+            item_feature_name=args.item_feature_name,
+            action_feature_name=args.action_feature_name,
+            contextual_feature_names=tuple(args.contextual_feature_names),
+            vocab_sizes={name: rows[name] for name in used},
+            num_classes=num_classes,
+            label_kind=label_kind,
+        )
+        self._seed, self._max_num_candidates = seed, args.max_num_candidates
+        self._items = groups[args.item_feature_name]
+        self._dists = {}
+        for name in used:
+            asked = (groups[name].value_dists or {}).get(name)
+            dist = asked or RandomDistribution(dist_type="uniform")
+            self._dists[name] = bounded(dist, rows[name])
+        described = f"{args} {seed} {label_kind} {num_classes}"
+        self.fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
+        self._thresholds = np.array(
+            [NormalDist().inv_cdf(k / num_classes) for k in range(1, num_classes)]
+        )
+
+    def samples(self, sample_ids_S: np.ndarray) -> PackedSamples:
+        """The samples with these ids.
+
+        The latest min(max_num_candidates, events - 1) events of a sample are its candidates: it
+        keeps one history event.
+        """
+        ids_S = sample_ids_S.astype(np.int64)
+        lengths_S = self._lengths(ids_S)
+        num_candidates_S = np.minimum(self._max_num_candidates, np.maximum(lengths_S - 1, 0))
+        positions_E = ranges(np.zeros_like(lengths_S), lengths_S)
+        owner_E = np.repeat(np.arange(len(ids_S)), lengths_S)
+        events_E = mix(ids_S)[owner_E] + positions_E.astype(np.uint64)
+        item_name = self.facts.item_feature_name
+        items_E = draw(self._dists[item_name], self._hash(item_name, events_E))
+        contextual_FS = np.array(
+            [
+                draw(self._dists[name], self._hash(name, ids_S))
+                for name in self.facts.contextual_feature_names
+            ],
+            dtype=np.int64,
+        ).reshape(-1, len(ids_S))
+        gaps_E = self._hash("time", events_E) % np.uint64(_SECONDS_PER_EVENT)
+        return PackedSamples(
+            history_lengths_S=lengths_S - num_candidates_S,
+            num_candidates_S=num_candidates_S,
+            items_E=items_E,
+            labels_E=self._labels(ids_S, contextual_FS, items_E, owner_E, events_E),
+            timestamps_E=_FIRST_SECOND + positions_E * _SECONDS_PER_EVENT + gaps_E.astype(np.int64),
+            contextual_FS=contextual_FS,
+            sample_ids_S=ids_S,
+            user_ids_S=ids_S,
+        )
+
+    def _lengths(self, ids_S: np.ndarray) -> np.ndarray:
+        limit = self._items.max_sequence_length
+        if not self._items.is_jagged:
+            return np.full(len(ids_S), limit, np.int64)
+        dist = self._items.seqlen_dist or RandomDistribution(dist_type="uniform")
+        return np.minimum(draw(bounded(dist, limit + 1), self._hash("length", ids_S)), limit)
+
+    def _labels(
+        self,
+        ids_S: np.ndarray,
+        contextual_FS: np.ndarray,
+        items_E: np.ndarray,
+        owner_E: np.ndarray,
+        events_E: np.ndarray,
+    ) -> np.ndarray:
+        is_mask = self.facts.label_kind == "bitmask"
+        match_E = np.zeros(len(items_E))
+        for factor in range(_NUM_FACTORS):
+            user_S = self._user(f"factor {factor}", ids_S, contextual_FS)
+            match_E += user_S[owner_E] * self._even(f"item factor {factor}", items_E)
+        match_E *= _MATCH_WEIGHT / _NUM_FACTORS**0.5
+        labels_E = np.zeros(len(items_E), np.int64)
+        for task in range(self.facts.num_classes if is_mask else 1):
+            user_S = self._user(f"effect {task}", ids_S, contextual_FS)
+            score_E = match_E + _USER_WEIGHT * user_S[owner_E]
+            score_E += _ITEM_WEIGHT * self._even(f"item effect {task}", items_E)
+            score_E += _NOISE_WEIGHT * self._even(f"noise {task}", events_E)
+            if is_mask:
+                labels_E |= (score_E > 0).astype(np.int64) << task
+            else:
+                labels_E = np.searchsorted(self._thresholds, score_E).astype(np.int64)
+        return labels_E
+
+    def _user(self, purpose: str, ids_S: np.ndarray, contextual_FS: np.ndarray) -> np.ndarray:
+        """Standard normal (S,): half of it from the contextual ids, where there are any."""
+        own_S = self._normal(f"user {purpose}", ids_S)
+        if not len(contextual_FS):
+            return own_S
+        names = self.facts.contextual_feature_names
+        shared_S = sum(
+            self._normal(f"{name} {purpose}", row)
+            for name, row in zip(names, contextual_FS, strict=True)
+        )
+        return (own_S + shared_S / len(names) ** 0.5) / 2**0.5
+
+    def _normal(self, purpose: str, keys: np.ndarray) -> np.ndarray:
+        return normal(self._hash(purpose, keys))
+
+    def _even(self, purpose: str, keys: np.ndarray) -> np.ndarray:
+        """Uniform with mean 0 and variance 1: a tenth of the cost of a normal, one per event."""
+        return (uniform(self._hash(purpose, keys)) - 0.5) * 12**0.5
+
+    def _hash(self, purpose: str, keys: np.ndarray) -> np.ndarray:
+        salt = hashlib.sha256(f"{self._seed} {purpose}".encode()).digest()[:8]
+        return mix(keys.astype(np.uint64) ^ np.frombuffer(salt, np.uint64))

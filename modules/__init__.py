@@ -1,0 +1,1 @@
+"""Parts of the model: plain torch modules over `ops`."""

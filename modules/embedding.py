@@ -1,0 +1,92 @@
+"""Embedding tables: large ones sharded by TorchRec, small ones replicated on every rank.
+
+A sharded table updates its rows inside backward (TorchRec's fused optimizer); a replicated
+one is an ordinary parameter that the dense optimizer updates. Both answer per feature with
+one row per id, in the order of the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """One embedding table.
+
+    Attributes:
+        name: table name, unique in a model.
+        feature_names: features that look ids up in this table.
+        num_rows: rows; ids run from 0 to num_rows - 1.
+        dim: width of a row.
+        is_sharded: rows spread over ranks by TorchRec (True) or a copy on each rank (False).
+    """
+
+    name: str
+    feature_names: tuple[str, ...]
+    num_rows: int
+    dim: int
+    is_sharded: bool
+
+
+class ShardedTables(nn.Module):
+    """The sharded tables, one EmbeddingCollection for each row width.
+
+    Built on the meta device: ``training.sharding`` places and fills the rows. ``forward``
+    stays traceable (no branch on data, nothing jagged), because TorchRec's pipelines trace
+    the model down to these collections to start their input distribution early.
+    """
+
+    def __init__(self, specs: Sequence[TableSpec]) -> None:
+        super().__init__()
+        by_dim: dict[int, list[EmbeddingConfig]] = {}
+        for spec in specs:
+            by_dim.setdefault(spec.dim, []).append(
+                EmbeddingConfig(
+                    name=spec.name,
+                    num_embeddings=spec.num_rows,
+                    embedding_dim=spec.dim,
+                    feature_names=list(spec.feature_names),
+                )
+            )
+        self.collections = nn.ModuleList(
+            EmbeddingCollection(tables=tables, device=torch.device("meta"))
+            for tables in by_dim.values()
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> list[dict[str, JaggedTensor]]:
+        """One mapping (or TorchRec's promise of one) from feature to rows per collection."""
+        return [collection(features) for collection in self.collections]
+
+
+def lookup_results(results: Sequence[dict[str, JaggedTensor]]) -> dict[str, Tensor]:
+    """Waits for the lookups of ``ShardedTables`` and merges them: feature -> (ids, dim) rows."""
+    return {name: rows.values() for result in results for name, rows in result.items()}
+
+
+class ReplicatedTables(nn.Module):
+    """Small tables held whole on every rank, updated by the dense optimizer.
+
+    Raises:
+        ValueError: a spec that asks for sharding.
+    """
+
+    def __init__(self, specs: Sequence[TableSpec]) -> None:
+        super().__init__()
+        for spec in specs:
+            if spec.is_sharded:
+                raise ValueError(f"table {spec.name} is sharded; ReplicatedTables holds copies")
+        self._table_of = {feature: spec.name for spec in specs for feature in spec.feature_names}
+        self.tables = nn.ModuleDict(
+            {spec.name: nn.Embedding(spec.num_rows, spec.dim) for spec in specs}
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
+        """Feature -> (ids, dim) rows, for the features these tables serve."""
+        return {
+            feature: self.tables[table](features[feature].values())
+            for feature, table in self._table_of.items()
+        }

@@ -1,0 +1,65 @@
+"""Attention of an HSTU layer: from the fused projection to the attention output and the gate u."""
+
+import torch
+from torch import Tensor, nn
+
+from modules.hstu_config import HSTUConfig
+from modules.jagged_sequence import JaggedSequence
+from ops.hstu_attention import hstu_attention
+from ops.silu_split import silu_split
+
+
+class HSTUAttention(nn.Module):
+    """uvqk_TX, sequence -> attn_THV, u_THV. Parameters: the bias tables, where switched on."""
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.position_bias = _table(config.num_heads, config.num_position_bias_buckets)
+        self.time_bias = _table(config.num_heads, config.num_time_buckets)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the bias tables from torch's default generator: normal(0, 0.02)."""
+        for table in (self.position_bias, self.time_bias):
+            if table is not None:
+                nn.init.normal_(table, std=0.02)
+
+    def forward(self, uvqk_TX: Tensor, sequence: JaggedSequence) -> tuple[Tensor, Tensor]:
+        """Return attn_THV and u_THV in the dtype of uvqk.
+
+        Args:
+            uvqk_TX: X = num_heads * 2 * (linear_dim + attention_dim), head-major [u | v | q | k].
+            sequence: offsets, counts and times; its values are not read.
+        """
+        config = self.config
+        u_THV, v_THV, q_THA, k_THA = silu_split(
+            uvqk_TX,
+            config.num_heads,
+            attention_dim=config.attention_dim,
+            linear_dim=config.linear_dim,
+        )
+        attn_THV = hstu_attention(
+            q_THA,
+            k_THA,
+            v_THV=v_THV,
+            seq_offsets=sequence.seq_offsets_B1,
+            max_seq_len=sequence.max_seq_len,
+            scaling_seqlen=sequence.scaling_seqlen,
+            backend=config.attention_backend,
+            num_contextuals=sequence.num_contextuals_B,
+            num_candidates=sequence.num_candidates_B,
+            target_group_size=config.target_group_size,
+            is_causal=config.is_causal,
+            disable_contextual_mask=config.disable_contextual_mask,
+            attention_window=config.attention_window,
+            timestamps=sequence.timestamps_T,
+            position_bias=self.position_bias,
+            time_bias=self.time_bias,
+            deterministic=config.deterministic,
+        )
+        return attn_THV, u_THV
+
+
+def _table(num_heads: int, num_buckets: int | None) -> nn.Parameter | None:
+    return None if num_buckets is None else nn.Parameter(torch.zeros(num_heads, num_buckets))

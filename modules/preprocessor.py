@@ -1,0 +1,136 @@
+"""From embedding rows to the token sequence that enters the HSTU stack.
+
+    contextual ... | item 0, action 0, item 1, action 1, ...      | candidate items ...
+    -> project to hidden size where widths differ -> add positions -> dropout
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from data.batch import SequenceBatch
+from data.dataset import FeatureFacts
+from modules.jagged_sequence import JaggedSequence
+from modules.position import PositionEmbedding
+from ops.jagged import TokenLayout, build_token_layout, interleave_rows
+
+
+class SequencePreprocessor(nn.Module):
+    """Builds the `JaggedSequence` of a batch.
+
+    Args:
+        facts: names of the features, in the order of their tokens.
+        feature_dims: width of each feature's embedding rows.
+        hidden_size: width D of a token.
+        max_seq_len: longest sequence, in tokens.
+        num_position_buckets: positions that have an embedding of their own.
+        scaling_seqlen: divisor of the attention weights; None takes the longest sequence of the
+            batch, which makes a user's output depend on its batch mates.
+        dropout: probability of zeroing an element of a token.
+        dtype: of the tokens.
+    """
+
+    def __init__(
+        self,
+        facts: FeatureFacts,
+        *,
+        feature_dims: Mapping[str, int],
+        hidden_size: int,
+        max_seq_len: int,
+        num_position_buckets: int,
+        scaling_seqlen: float | None,
+        dropout: float,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._facts = facts
+        self._max_seq_len = max_seq_len
+        self._scaling_seqlen = scaling_seqlen
+        self._dtype = dtype
+        self.projections = nn.ModuleDict(
+            {
+                feature: nn.Linear(dim, hidden_size)
+                for feature, dim in feature_dims.items()
+                if dim != hidden_size
+            }
+        )
+        self.position = PositionEmbedding(
+            min(num_position_buckets, max_seq_len + 1),
+            hidden_size,
+            max_num_contextuals=len(facts.contextual_feature_names),
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, batch: SequenceBatch, embeddings: Mapping[str, Tensor]
+    ) -> tuple[JaggedSequence, TokenLayout]:
+        """The sequences of a batch and where every row stands in them.
+
+        Args:
+            embeddings: feature -> (ids of the feature, its width) rows in batch order.
+
+        Raises:
+            ValueError: a user has more tokens than max_seq_len.
+        """
+        if batch.max_length > self._max_seq_len:
+            raise ValueError(
+                f"a user of the batch has {batch.max_length} tokens, but max_seq_len is "
+                f"{self._max_seq_len}; raise DatasetArgs.max_history_seqlen"
+            )
+        rows = {
+            feature: self.projections[feature](row) if feature in self.projections else row
+            for feature, row in embeddings.items()
+        }
+        layout = self._layout(batch)
+        tokens_TD = interleave_rows(
+            layout,
+            item_rows_ED=rows[self._facts.item_feature_name],
+            action_rows_AD=self._action_rows(rows),
+            contextual_rows_KD=self._contextual_rows(rows),
+        )
+        scaling_seqlen = self._scaling_seqlen
+        sequence = JaggedSequence(
+            values_TD=tokens_TD,
+            seq_offsets_B1=layout.seq_offsets_B1,
+            num_contextuals_B=layout.num_contextuals_B,
+            num_candidates_B=layout.num_candidates_B,
+            timestamps_T=layout.token_timestamps(batch.timestamps_E),
+            max_seq_len=self._max_seq_len,
+            scaling_seqlen=max(1, batch.max_length) if scaling_seqlen is None else scaling_seqlen,
+        )
+        tokens_TD = self.dropout(self.position(sequence).values_TD)
+        return sequence.with_values(tokens_TD.to(self._dtype)), layout
+
+    def _layout(self, batch: SequenceBatch) -> TokenLayout:
+        features, facts = batch.features, self._facts
+        lengths_KB = features.lengths().view(-1, batch.batch_size)
+        num_rows = dict(zip(features.keys(), features.length_per_key(), strict=True))
+        row_of = {name: row for row, name in enumerate(features.keys())}
+        contextual = facts.contextual_feature_names
+        contextual_rows = [row_of[name] for name in contextual]
+        num_item_rows = num_rows[facts.item_feature_name]
+        has_actions = facts.action_feature_name is not None
+        return build_token_layout(
+            lengths_KB[row_of[facts.item_feature_name]],
+            batch.num_candidates_B,
+            num_item_rows=num_item_rows,
+            num_contextuals_B=lengths_KB[contextual_rows].sum(dim=0) if contextual else None,
+            num_contextual_rows=sum(num_rows[name] for name in contextual),
+            has_actions=has_actions,
+            num_candidate_rows=(
+                num_item_rows - num_rows[facts.action_feature_name] if has_actions else None
+            ),
+        )
+
+    def _action_rows(self, rows: Mapping[str, Tensor]) -> Tensor | None:
+        name = self._facts.action_feature_name
+        return None if name is None else rows[name]
+
+    def _contextual_rows(self, rows: Mapping[str, Tensor]) -> Tensor | None:
+        """Rows packed by user, features in order: every real user has one id of each feature."""
+        names = self._facts.contextual_feature_names
+        if not names:
+            return None
+        stacked_SFD = torch.stack([rows[name] for name in names], dim=1)
+        return stacked_SFD.flatten(0, 1)

@@ -1,0 +1,89 @@
+"""The oracle: HSTU attention one user at a time, dense, as the formula reads.
+
+Slow on purpose and never edited to agree with a kernel. Differentiable by autograd; float64 inputs
+are computed in float64, everything else in float32. The contract is in `ops.hstu_attention`.
+"""
+
+import torch
+from torch import Tensor
+
+from ops.hstu_attention.spec import AttentionSpec
+
+
+def hstu_attention(
+    q_THA: Tensor, k_THA: Tensor, *, v_THV: Tensor, seq_offsets: Tensor, spec: AttentionSpec
+) -> Tensor:
+    """Return O_THV; see `ops.hstu_attention.hstu_attention`."""
+    offsets = seq_offsets.tolist()
+    num_users = len(offsets) - 1
+    contextuals = _counts(spec.num_contextuals, num_users)
+    candidates = _counts(spec.num_candidates, num_users)
+    total, num_rows = offsets[-1], q_THA.shape[0]
+    outputs = []
+    for user in range(num_users):
+        rows = slice(offsets[user], offsets[user + 1])
+        length = offsets[user + 1] - offsets[user]
+        num_history = length - contextuals[user] - candidates[user]
+        counts = (contextuals[user], num_history, candidates[user])
+        times_N = None if spec.timestamps is None else spec.timestamps[rows]
+        outputs.append(_attend(q_THA[rows], k_THA[rows], v_THV[rows], counts, times_N, spec))
+    # an empty user keeps the graph connected when there is no other one
+    outputs.append(_attend(q_THA[:0], k_THA[:0], v_THV[:0], (0, 0, 0), None, spec))
+    outputs.append(v_THV.new_zeros(num_rows - total, *v_THV.shape[1:]))
+    return torch.cat(outputs)
+
+
+def visible(num_contextuals: int, num_history: int, num_candidates: int, spec: AttentionSpec):
+    """Return the mask M (n, n), bool, of one user: [i, j] says that row i sees column j."""
+    n = num_contextuals + num_history + num_candidates
+    seen = torch.zeros(n, n, dtype=torch.bool)
+    position = positions(num_contextuals, num_history, num_candidates, spec.target_group_size)
+    first_candidate = num_contextuals + num_history
+    for i in range(n):
+        for j in range(n):
+            row_is_contextual = i < num_contextuals
+            if j >= first_candidate:
+                row_group = (i - first_candidate) // spec.target_group_size
+                column_group = (j - first_candidate) // spec.target_group_size
+                seen[i, j] = i >= first_candidate and row_group == column_group and j <= i
+            elif not spec.is_causal or (row_is_contextual and not spec.disable_contextual_mask):
+                seen[i, j] = True
+            else:
+                seen[i, j] = j <= i
+            is_history_column = num_contextuals <= j < first_candidate
+            if spec.attention_window is not None and is_history_column and not row_is_contextual:
+                distance = abs(int(position[i]) - int(position[j]))
+                seen[i, j] &= distance < spec.attention_window
+    return seen
+
+
+def positions(
+    num_contextuals: int, num_history: int, num_candidates: int, target_group_size: int
+) -> Tensor:
+    """Return the position of each token of one user, (n,) int64."""
+    first_candidate = num_contextuals + num_history
+    own = torch.arange(first_candidate)
+    return torch.cat([own, first_candidate + torch.arange(num_candidates) % target_group_size])
+
+
+def _attend(q_NHA, k_NHA, v_NHV, counts, times_N, spec: AttentionSpec) -> Tensor:
+    compute_dtype = torch.float64 if q_NHA.dtype == torch.float64 else torch.float32
+    q, k, v = (x.to(compute_dtype) for x in (q_NHA, k_NHA, v_NHV))
+    scores_HNN = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+    if spec.position_bias is not None:
+        position = positions(*counts, spec.target_group_size).to(q.device)
+        distance_NN = (position[:, None] - position[None, :]).abs()
+        bucket_NN = distance_NN.clamp(max=spec.position_bias.shape[1] - 1)
+        scores_HNN = scores_HNN + spec.position_bias[:, bucket_NN]
+    if spec.time_bias is not None:
+        times = times_N if times_N is not None else torch.zeros(0, device=q.device)
+        elapsed_NN = (times[:, None] - times[None, :]).abs().clamp(min=1).double()
+        bucket_NN = (elapsed_NN.log() / 0.301).floor().long()
+        scores_HNN = scores_HNN + spec.time_bias[:, bucket_NN.clamp(max=spec.time_bias.shape[1] - 1)]
+    weights_HNN = torch.nn.functional.silu(scores_HNN) / spec.scaling_seqlen
+    weights_HNN = weights_HNN * visible(*counts, spec).to(q.device)
+    return torch.einsum("hij,jhd->ihd", weights_HNN, v).to(v_NHV.dtype)
+
+
+def _counts(counts_B: Tensor | None, num_users: int) -> list[int]:
+    return [0] * num_users if counts_B is None else counts_B.tolist()

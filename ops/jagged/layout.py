@@ -1,0 +1,173 @@
+"""Where every row of a batch stands in the token sequence of its user.
+
+    contextual 0..c-1 | item 0, action 0, item 1, action 1, ... (history) | candidate items
+    without actions:  contextual 0..c-1 | item 0, item 1, ... (history)   | candidate items
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ops.jagged.offsets import check_counts, lengths_to_offsets
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLayout:
+    """Token order of one batch: integer tensors on one device, no gradients.
+
+    "Source rows" are all rows in the order [contextual rows, item rows, action rows], each kind
+    packed by user; "tokens" are the same rows in sequence order, packed by user.
+    """
+
+    seq_offsets_B1: Tensor
+    """(B + 1,) int64, offsets of the token sequences."""
+    num_contextuals_B: Tensor
+    """(B,) int64."""
+    num_candidates_B: Tensor
+    """(B,) int64."""
+    source_T: Tensor
+    """(T,) int64, the source row of each token."""
+    token_T: Tensor
+    """(T,) int64, the token of each source row: the inverse of source_T."""
+    event_T: Tensor
+    """(T,) int64, the item event of each token (contextual: the user's first; E where none is)."""
+    candidate_events_C: Tensor
+    """(C,) int64, the rows of the item events that are candidates, in packed order."""
+    num_contextual_rows: int
+    num_item_rows: int
+    num_action_rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Return T."""
+        return self.source_T.shape[0]
+
+    @property
+    def item_tokens_E(self) -> Tensor:
+        """Return the token of every item event, history and candidates, in packed item order."""
+        return self.token_T.narrow(0, self.num_contextual_rows, self.num_item_rows)
+
+    @property
+    def candidate_tokens_C(self) -> Tensor:
+        """Return the token of every candidate, in packed order: the supervised tokens of ranking."""
+        return self.item_tokens_E.index_select(0, self.candidate_events_C)
+
+    def token_timestamps(self, timestamps_E: Tensor) -> Tensor:
+        """Return the time of each token, (T,), from the times of the item events.
+
+        Item and action tokens carry the time of their event; contextual tokens that of the user's
+        first event, 0 for a user without events.
+        """
+        padded = torch.cat([timestamps_E, timestamps_E.new_zeros(1)])
+        return padded.index_select(0, self.event_T)
+
+
+def build_token_layout(
+    item_lengths_B: Tensor,
+    num_candidates_B: Tensor,
+    *,
+    num_item_rows: int,
+    num_contextuals_B: Tensor | None = None,
+    num_contextual_rows: int = 0,
+    has_actions: bool = True,
+    num_candidate_rows: int | None = None,
+) -> TokenLayout:
+    """Return the token order of a batch, by integer arithmetic on whole tensors.
+
+    Args:
+        item_lengths_B: item events of each user, history plus candidates, (B,) integers.
+        num_candidates_B: how many of them, the latest ones, are candidates, (B,) integers.
+        num_item_rows: the sum of item_lengths_B, known from the shape of the item embeddings.
+        num_contextuals_B: contextual rows of each user, (B,) integers; None for none.
+        num_contextual_rows: the sum of num_contextuals_B.
+        has_actions: one action row for each history event.
+        num_candidate_rows: the sum of num_candidates_B; None reads it from the tensor, which makes
+            a GPU step wait.
+
+    Raises:
+        ValueError: counts and rows that contradict each other (values: CPU tensors only).
+    """
+    lengths_B = item_lengths_B.long()
+    candidates_B = num_candidates_B.long()
+    contextuals_B = torch.zeros_like(lengths_B)
+    if num_contextuals_B is not None:
+        contextuals_B = num_contextuals_B.long()
+    _check(lengths_B, candidates_B, contextuals_B, num_item_rows, num_contextual_rows)
+    if num_candidate_rows is None:
+        num_candidate_rows = int(candidates_B.sum())
+    history_B = lengths_B - candidates_B
+    num_actions_B = history_B if has_actions else torch.zeros_like(history_B)
+    num_action_rows = num_item_rows - num_candidate_rows if has_actions else 0
+    seq_offsets_B1 = lengths_to_offsets(contextuals_B + lengths_B + num_actions_B)
+    event_offsets_B = lengths_to_offsets(lengths_B)[:-1]
+    first_event_token_B = seq_offsets_B1[:-1] + contextuals_B
+
+    user_E, index_E = _ragged_index(lengths_B, num_item_rows)
+    item_token_E = first_event_token_B[user_E] + index_E
+    if has_actions:
+        item_token_E += torch.minimum(index_E, history_B[user_E])
+    user_A, index_A = _ragged_index(num_actions_B, num_action_rows)
+    action_token_A = first_event_token_B[user_A] + 2 * index_A + 1
+    user_K, index_K = _ragged_index(contextuals_B, num_contextual_rows)
+    contextual_token_K = seq_offsets_B1[user_K] + index_K
+    user_C, index_C = _ragged_index(candidates_B, num_candidate_rows)
+
+    token_T = torch.cat([contextual_token_K, item_token_E, action_token_A])
+    first_event_B = event_offsets_B.masked_fill(lengths_B == 0, num_item_rows)
+    event_of_source = torch.cat(
+        [
+            first_event_B[user_K],
+            torch.arange(num_item_rows, device=token_T.device),
+            event_offsets_B[user_A] + index_A,
+        ]
+    )
+    source_T = torch.empty_like(token_T)
+    source_T[token_T] = torch.arange(token_T.numel(), device=token_T.device)
+    return TokenLayout(
+        seq_offsets_B1=seq_offsets_B1,
+        num_contextuals_B=contextuals_B,
+        num_candidates_B=candidates_B,
+        source_T=source_T,
+        token_T=token_T,
+        event_T=event_of_source.index_select(0, source_T),
+        candidate_events_C=(event_offsets_B + history_B)[user_C] + index_C,
+        num_contextual_rows=num_contextual_rows,
+        num_item_rows=num_item_rows,
+        num_action_rows=num_action_rows,
+    )
+
+
+def _ragged_index(lengths_B: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return for every packed row its user and its index inside the user, both (num_rows,)."""
+    users = torch.arange(lengths_B.numel(), device=lengths_B.device)
+    user = torch.repeat_interleave(users, lengths_B, output_size=num_rows)
+    starts_B = lengths_to_offsets(lengths_B)[:-1]
+    return user, torch.arange(num_rows, device=lengths_B.device) - starts_B[user]
+
+
+def _check(
+    lengths_B: Tensor,
+    candidates_B: Tensor,
+    contextuals_B: Tensor,
+    num_item_rows: int,
+    num_contextual_rows: int,
+) -> None:
+    num_users = lengths_B.numel()
+    check_counts(lengths_B, name="item_lengths_B", num_users=num_users)
+    check_counts(candidates_B, name="num_candidates_B", num_users=num_users)
+    check_counts(contextuals_B, name="num_contextuals_B", num_users=num_users)
+    if lengths_B.device.type != "cpu":
+        return
+    if bool((candidates_B > lengths_B).any()):
+        user = int((candidates_B > lengths_B).nonzero()[0])
+        raise ValueError(
+            f"num_candidates_B of user {user} is {int(candidates_B[user])}, more than its "
+            f"{int(lengths_B[user])} item events"
+        )
+    for name, counts, rows in (
+        ("item_lengths_B", lengths_B, num_item_rows),
+        ("num_contextuals_B", contextuals_B, num_contextual_rows),
+    ):
+        if int(counts.sum()) != rows:
+            raise ValueError(f"{name} sums to {int(counts.sum())}, but there are {rows} rows")

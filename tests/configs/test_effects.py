@@ -1,0 +1,71 @@
+"""A field that does nothing warns once; a default written out does not."""
+
+import pytest
+
+from tests.configs.conftest import Load
+
+FP8 = 'MixedPrecisionArgs.mixed_precision_dtype = "fp8"\nMixedPrecisionArgs.'
+
+
+@pytest.mark.parametrize(
+    ("lines", "field", "reason"),
+    [
+        ("TrainerArgs.profile_step_start = 5", "profile_step_start = 5", "profile is False"),
+        ("TensorModelParallelArgs.sequence_parallel = True", "sequence_parallel", "size is 1"),
+        ("NetworkArgs.num_time_buckets = 9", "num_time_buckets", "use_time_bias is False"),
+        ("NetworkArgs.embedding_backend = 'x'", "embedding_backend", "servers"),
+        ("MixedPrecisionArgs.linear_recipe = 'mxfp8'", "linear_recipe", "dtype is None"),
+        ("MixedPrecisionArgs.hstu_attn_quantization_mode = 'fp8'", "quantization", "is None"),
+        ("MixedPrecisionArgs.linear_scaling_precision = 'e5m2'", "precision", "is None"),
+        ("MixedPrecisionArgs.first_last_layers_bf16 = True", "first_last", "is None"),
+        (FP8 + "margin = 1", "margin", "not 'delayed'"),
+        (FP8 + "num_layers_at_end_in_bf16 = 2", "num_layers_at_end", "bf16 is False"),
+    ],
+)
+def test_field_without_effect_warns_once(
+    load: Load, caplog: pytest.LogCaptureFixture, lines: str, field: str, reason: str
+) -> None:
+    load(lines)
+    assert len(caplog.messages) == 1
+    message = caplog.messages[0]
+    assert "case.gin:" in message and field in message and "has no effect" in message
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "TrainerArgs.profile_step_start = 100",
+        "NetworkArgs.target_group_size = 1",
+        "MixedPrecisionArgs.linear_recipe = 'tensorwise'",
+        FP8 + "linear_recipe = 'delayed'\nMixedPrecisionArgs.margin = 1",
+        "TrainerArgs.early_stopping_metric = 'gauc'",
+    ],
+)
+def test_default_or_working_field_does_not_warn(
+    load: Load, caplog: pytest.LogCaptureFixture, lines: str
+) -> None:
+    load(lines)
+    assert caplog.messages == []
+
+
+def test_synthetic_candidates_and_optimizer_fields(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(
+        "NetworkArgs.target_group_size = 2\nDatasetArgs.train_windows = 'last'\n"
+        "OptimizerArgs.optimizer_str = 'sgd'\nOptimizerArgs.sparse_optimizer_str = 'sgd'\n"
+        "OptimizerArgs.adam_beta1 = 0.8",
+        without=("DatasetArgs.max_num_candidates", "OptimizerArgs.optimizer_str"),
+    )
+    text = "\n".join(caplog.messages)
+    assert len(caplog.messages) == 3
+    for name in ("target_group_size", "train_windows", "adam_beta1"):
+        assert name in text
+
+
+def test_open_end_and_batch_scaling_are_said(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    load("NetworkArgs.scaling_seqlen = -1", without=("TrainerArgs.max_train_iters",))
+    assert "TrainerArgs.num_epochs = 1" in caplog.messages[0]
+    assert "NetworkArgs.scaling_seqlen = -1" in caplog.messages[1]
+    assert len(caplog.messages) == 2

@@ -1,0 +1,151 @@
+"""Optimizers of a run: one for dense parameters, one inside the backward of sharded tables.
+
+Both follow the same schedule. ``OptimizerArgs`` names are resolved here, once, and logged.
+"""
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from configs.schema import OptimizerArgs
+
+logger = logging.getLogger(__name__)
+
+_TABLE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "sgd": torch.optim.SGD,
+}
+# FBGEMM's CPU kernels refuse every other optimizer inside backward.
+CPU_TABLE_OPTIMIZERS = ("adagrad", "rowwise_adagrad", "sgd")
+
+
+def resolve_table_optimizer(args: OptimizerArgs, device_type: str) -> str:
+    """Name of the optimizer that sharded tables run: "auto" is Adam on a GPU and row-wise
+    Adagrad on the CPU, whose table kernels have no Adam.
+
+    Raises:
+        NotImplementedError: an optimizer that the CPU kernels lack.
+    """
+    name = args.sparse_optimizer_str
+    if name == "auto":
+        name = "adam" if device_type == "cuda" else "rowwise_adagrad"
+    if device_type == "cpu" and name not in CPU_TABLE_OPTIMIZERS:
+        raise NotImplementedError(
+            f"OptimizerArgs.sparse_optimizer_str must be one of {', '.join(CPU_TABLE_OPTIMIZERS)} "
+            f"on the CPU (FBGEMM has no other table kernel there), got {name!r}; set "
+            "OptimizerArgs.sparse_optimizer_str = 'auto'"
+        )
+    return name
+
+
+def fuse_table_optimizer(tables: nn.Module, args: OptimizerArgs, *, device_type: str) -> None:
+    """Marks the tables, before they are sharded, to update their rows inside backward."""
+    name = resolve_table_optimizer(args, device_type)
+    logger.info("sharded tables run %s inside backward", name)
+    settings: dict[str, Any] = {"lr": _table_learning_rate(args)}
+    if name != "sgd":
+        settings |= {"eps": args.adam_eps, "weight_decay": args.sparse_weight_decay}
+    if name == "adam":
+        settings["betas"] = (args.adam_beta1, args.adam_beta2)
+    apply_optimizer_in_backward(_TABLE_OPTIMIZERS[name], tables.parameters(), settings)
+
+
+def learning_rate_factor(args: OptimizerArgs, *, step: int, num_steps: int) -> float:
+    """Schedule's factor on the learning rates for a 1-based step: linear warm-up, then constant,
+    cosine to zero or linear to zero at ``num_steps``."""
+    if step <= args.warmup_steps:
+        return step / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return 1.0
+    progress = (step - args.warmup_steps) / max(1, num_steps - args.warmup_steps)
+    progress = min(progress, 1.0)
+    if args.lr_schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0 - progress
+
+
+class RunOptimizer:
+    """Dense and table optimizers under one schedule.
+
+    Args:
+        model: the sharded model; parameters under ``trunk`` are the dense ones.
+        args: learning rates, decay and schedule.
+        num_steps: steps of the whole run, where the schedule ends.
+    """
+
+    def __init__(
+        self, model: DistributedModelParallel, args: OptimizerArgs, *, num_steps: int
+    ) -> None:
+        self._args = args
+        self._num_steps = num_steps
+        self._trunk: nn.Module = model.module.trunk
+        self.dense = _dense_optimizer(self._trunk, args)
+        self.tables = model.fused_optimizer
+
+    def begin_step(self, step: int) -> float:
+        """Sets the learning rates of a 1-based step, before its backward; returns the dense one."""
+        factor = learning_rate_factor(self._args, step=step, num_steps=self._num_steps)
+        for group in self.dense.param_groups:
+            group["lr"] = factor * self._args.learning_rate
+        for group in self.tables.param_groups:
+            group["lr"] = factor * _table_learning_rate(self._args)
+        # The fused optimizer's step() moves nothing: it hands the rate to the table kernels.
+        self.tables.step()
+        return factor * self._args.learning_rate
+
+    def dense_state(self) -> dict[str, Any]:
+        """Live state tensors of the dense optimizer by parameter name, zeros before the first step."""
+        return get_optimizer_state_dict(self._trunk, self.dense)["state"]
+
+    def load_dense_state(self, state: dict[str, Any]) -> None:
+        """Takes over what ``dense_state`` gave, after a checkpoint was read into it."""
+        groups = get_optimizer_state_dict(self._trunk, self.dense)["param_groups"]
+        set_optimizer_state_dict(
+            self._trunk, self.dense, {"state": state, "param_groups": groups}
+        )
+
+    def step(self) -> None:
+        """Updates the dense parameters; the tables' rows were updated inside backward."""
+        self.dense.step()
+
+
+def _table_learning_rate(args: OptimizerArgs) -> float:
+    rate = args.sparse_learning_rate
+    return args.learning_rate if rate is None else rate
+
+
+def _dense_optimizer(trunk: nn.Module, args: OptimizerArgs) -> torch.optim.Optimizer:
+    decayed, undecayed = _split_by_decay(trunk.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": args.weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    betas = (args.adam_beta1, args.adam_beta2)
+    if args.optimizer_str == "sgd":
+        return torch.optim.SGD(groups, lr=args.learning_rate)
+    kind = torch.optim.AdamW if args.optimizer_str == "adamw" else torch.optim.Adam
+    return kind(groups, lr=args.learning_rate, betas=betas, eps=args.adam_eps)
+
+
+def _split_by_decay(
+    named: Iterable[tuple[str, nn.Parameter]],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Matrices and tables decay; vectors (biases, norm weights) do not."""
+    decayed: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
+    for _, parameter in named:
+        (decayed if parameter.ndim >= 2 else undecayed).append(parameter)
+    return decayed, undecayed

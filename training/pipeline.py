@@ -1,0 +1,95 @@
+"""When steps run: one after the other, or overlapped by TorchRec's pipeline.
+
+A pipeline is filled from an iterator that ends at the next evaluation, checkpoint or epoch end.
+It drains there, so no batch is ever in flight while the model evaluates or is saved, and what
+was fetched is exactly what was trained on.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from data.batch import SequenceBatch
+from training.optimizer import RunOptimizer
+from training.step import StepResult
+
+StepFunction = Callable[[SequenceBatch], StepResult]
+
+
+class Pipeline(Protocol):
+    """Feeds batches of an iterator to the step function."""
+
+    def progress(self, batches: Iterator[SequenceBatch]) -> StepResult:
+        """Runs the next step; raises StopIteration once the iterator's batches are all used."""
+
+    def detach(self) -> object:
+        """Gives the model back in its plain form, for evaluation, until the next ``progress``."""
+
+
+class SequentialPipeline:
+    """``pipeline_type = "none"``: copy a batch to the device, step, repeat."""
+
+    def __init__(self, step: StepFunction, *, device: torch.device) -> None:
+        self._step = step
+        self._device = device
+
+    def progress(self, batches: Iterator[SequenceBatch]) -> StepResult:
+        """See ``Pipeline.progress``."""
+        return self._step(next(batches).to(self._device))
+
+    def detach(self) -> None:
+        """Nothing to undo."""
+
+
+class SparseDistPipeline(TrainPipelineSparseDist[SequenceBatch, StepResult]):
+    """``pipeline_type = "native"``: TorchRec's three stages around our step.
+
+    Copy to the device of batch i+2, input distribution of batch i+1 and the step on batch i
+    overlap. Only ``progress`` differs from TorchRec's: it calls the one train step.
+    """
+
+    def __init__(
+        self,
+        step: StepFunction,
+        *,
+        model: DistributedModelParallel,
+        optimizer: RunOptimizer,
+        device: torch.device,
+    ) -> None:
+        super().__init__(model, optimizer.dense, device, execute_all_batches=True)
+        self._step = step
+
+    def progress(self, batches: Iterator[SequenceBatch]) -> StepResult:
+        """See ``Pipeline.progress``."""
+        if not self._model_attached:
+            self.attach(self._model)
+        self.fill_pipeline(batches)
+        if not self.batches:
+            raise StopIteration
+        self._set_module_context(self.contexts[0])
+        self._wait_for_batch()
+        if len(self.batches) >= 2:
+            self.start_sparse_data_dist(self.batches[1], self.contexts[1])
+        self.enqueue_batch(batches)
+        result = self._step(self.batches[0])
+        if len(self.batches) >= 2:
+            self.wait_sparse_data_dist(self.contexts[1])
+        self.dequeue_batch()
+        return result
+
+
+def build_pipeline(
+    pipeline_type: str,
+    step: StepFunction,
+    *,
+    model: DistributedModelParallel,
+    optimizer: RunOptimizer,
+    device: torch.device,
+) -> Pipeline:
+    """The pipeline that ``TrainerArgs.pipeline_type`` names ("none" or "native")."""
+    if pipeline_type == "none":
+        return SequentialPipeline(step, device=device)
+    return SparseDistPipeline(step, model=model, optimizer=optimizer, device=device)

@@ -1,0 +1,132 @@
+"""Places the sharded tables over the ranks (TorchRec) and fills every weight reproducibly."""
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.comm_ops import set_gradient_division
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+
+from modules.embedding import TableSpec
+from training.distributed import World
+
+logger = logging.getLogger(__name__)
+
+_ROWS_PER_DRAW = 65_536
+
+
+def shard_tables(
+    model: nn.Module,
+    specs: Sequence[TableSpec],
+    *,
+    world: World,
+    batch_size: int,
+) -> DistributedModelParallel:
+    """Shards the model's EmbeddingCollections row-wise and leaves the rest as it is.
+
+    Gradients of the rows are summed over ranks, never averaged: the loss is normalised globally.
+
+    Raises:
+        RuntimeError: no plan fits the memory of the ranks (from TorchRec's planner).
+    """
+    set_gradient_division(False)
+    sharders = [EmbeddingCollectionSharder()]
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=world.world_size,
+            local_world_size=world.local_world_size,
+            compute_device=world.device.type,
+        ),
+        batch_size=batch_size,
+        constraints={
+            spec.name: ParameterConstraints(
+                sharding_types=["row_wise"], compute_kernels=["fused"]
+            )
+            for spec in specs
+            if spec.is_sharded
+        },
+    )
+    # The plan is a pure function of equal inputs, so each rank makes its own: a planner error
+    # then reaches every rank, where a broadcast would leave the others waiting.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = planner.plan(model, sharders)
+        return DistributedModelParallel(
+            model,
+            device=world.device,
+            plan=plan,
+            sharders=sharders,
+            init_data_parallel=False,
+            init_parameters=False,
+        )
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+@torch.no_grad()
+def initialize_dense(model: nn.Module, *, seed: int, name: str = "") -> None:
+    """Draws each module's parameters from a CPU stream keyed by (seed, module name).
+
+    So weights are equal on all ranks and devices, and adding a module moves no other's weights.
+    A module draws through its ``reset_parameters``, which also speaks for its children; the
+    process's own RNG state is untouched.
+    """
+    reset = getattr(model, "reset_parameters", None)
+    if reset is None:
+        for child_name, child in model.named_children():
+            initialize_dense(child, seed=seed, name=f"{name}.{child_name}" if name else child_name)
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_generator(seed, name).initial_seed())
+        reset()
+
+
+@torch.no_grad()
+def initialize_tables(model: DistributedModelParallel, *, seed: int, scale: float) -> None:
+    """Fills the sharded rows with normal(0, scale), whatever the number of ranks.
+
+    Rows are drawn in blocks keyed by (seed, table, block), so a rank draws only the blocks that
+    hold its own rows and the table is the same for any sharding.
+    """
+    for name, weight in model.state_dict().items():
+        if not hasattr(weight, "local_shards"):
+            continue
+        for shard in weight.local_shards():
+            _fill(shard.tensor, name, size=tuple(weight.size()),
+                  offsets=tuple(shard.metadata.shard_offsets), seed=seed, scale=scale)  # fmt: skip
+
+
+def _fill(
+    rows: Tensor,
+    name: str,
+    *,
+    size: tuple[int, ...],
+    offsets: tuple[int, ...],
+    seed: int,
+    scale: float,
+) -> None:
+    first_row, first_column = offsets
+    end_row, end_column = first_row + rows.size(0), first_column + rows.size(1)
+    for begin in range(first_row // _ROWS_PER_DRAW * _ROWS_PER_DRAW, end_row, _ROWS_PER_DRAW):
+        # Always a whole block: how many numbers are drawn must not depend on the sharding.
+        end = min(begin + _ROWS_PER_DRAW, size[0])
+        draw = torch.randn(end - begin, size[1], generator=_generator(seed, f"{name}/{begin}"))
+        low, high = max(begin, first_row), min(end, end_row)
+        rows[low - first_row : high - first_row] = (
+            scale * draw[low - begin : high - begin, first_column:end_column]
+        )
+
+
+def world_group() -> dist.ProcessGroup | None:
+    """The group that spans the run, or None in a single process."""
+    return None if dist.get_world_size() == 1 else dist.GroupMember.WORLD

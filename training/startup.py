@@ -1,0 +1,124 @@
+"""What this machine and this version cannot run, refused by name before any data is read.
+
+Settings that make no sense anywhere are refused by ``configs``; here stand features that are not
+built yet, packages that are missing and hardware that is not there. Each refusal names the
+binding that would run.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+from configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, ExperimentArgs
+from data.manifest import check_tables, find_dataset, read_manifest
+
+
+def check_data(experiment: ExperimentArgs) -> None:
+    """Refuses missing or damaged preprocessed data and ids outside their table; needs no torch.
+
+    Raises:
+        ValueError: naming file or feature, value, rule and way out.
+    """
+    dataset = experiment.dataset
+    if isinstance(dataset, BenchmarkDatasetArgs):
+        return
+    folder = find_dataset(dataset.dataset_name, dataset.dataset_path)
+    manifest = read_manifest(folder, dataset_name=dataset.dataset_name)
+    check_tables(manifest, manifest.vocab_sizes | _rows_by_feature(experiment))
+
+
+def _rows_by_feature(experiment: ExperimentArgs) -> dict[str, int]:
+    return {
+        feature: table.item_vocab_size_or_capacity
+        for table in experiment.dataset.embedding_args or ()
+        if not isinstance(table, DynamicEmbeddingArgs)
+        for feature in table.feature_names
+    }
+
+
+def check_built(experiment: ExperimentArgs) -> None:
+    """Refuses features that this version does not have; needs no torch.
+
+    Raises:
+        NotImplementedError: naming the binding and the one that would run.
+    """
+    trainer, dataset = experiment.trainer, experiment.dataset
+    tables = dataset.embedding_args or ()
+    refusals = [
+        (
+            experiment.precision.mixed_precision_dtype is not None,
+            "MixedPrecisionArgs.mixed_precision_dtype",
+            "None",
+        ),
+        (
+            experiment.parallel.tensor_model_parallel_size > 1,
+            "TensorModelParallelArgs.tensor_model_parallel_size",
+            "1",
+        ),
+        (trainer.enable_balanced_shuffler, "TrainerArgs.enable_balanced_shuffler", "False"),
+        (trainer.pipeline_type == "prefetch", "TrainerArgs.pipeline_type", "'native'"),
+        (trainer.early_stopping_metric is not None, "TrainerArgs.early_stopping_metric", "None"),
+        (
+            any(isinstance(table, DynamicEmbeddingArgs) for table in tables),
+            "DynamicEmbeddingArgs",
+            "EmbeddingArgs with the same feature_names, table_name and item_vocab_size_or_capacity",
+        ),
+        (
+            getattr(dataset, "dataset_name", "").startswith("kuairand"),
+            "DatasetArgs.dataset_name",
+            "'ml-100k', 'ml-1m' or 'ml-20m'",
+        ),
+    ]
+    for is_asked, field, runs in refusals:
+        if is_asked:
+            raise NotImplementedError(
+                f"{field} = {_value(experiment, field)} is not built yet; what runs: {runs}"
+            )
+
+
+def _value(experiment: ExperimentArgs, field: str) -> str:
+    class_name, _, name = field.partition(".")
+    owners = (experiment.trainer, experiment.dataset, experiment.precision, experiment.parallel)
+    for owner in owners:
+        if type(owner).__name__ == class_name:
+            return repr(getattr(owner, name))
+    return "(a table)"
+
+
+def check_machine(experiment: ExperimentArgs, *, device_type: str, world_size: int) -> None:
+    """Refuses what this hardware cannot do. Called once torch is there, before data is read.
+
+    Raises:
+        NotImplementedError: a kernel backend, optimizer or precision that cannot run here.
+    """
+    from ops.hstu_attention import choose_backend
+    from training.optimizer import resolve_table_optimizer
+
+    choose_backend(experiment.network.kernel_backend, device_type=device_type)
+    resolve_table_optimizer(experiment.optimizer, device_type)
+    if experiment.network.dtype_str == "float16":
+        raise NotImplementedError(
+            "NetworkArgs.dtype_str = 'float16' cannot train: FP16 gradients need loss scaling, "
+            "which is not built yet; what runs: 'bfloat16' or 'float32'"
+        )
+
+
+def check_output_folder(folder: Path) -> None:
+    """Refuses a folder that cannot be written, without leaving anything in it.
+
+    Raises:
+        RuntimeError: naming the folder and what the system said.
+    """
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is a file")
+        with tempfile.NamedTemporaryFile(dir=existing) as probe:
+            probe.write(b"\0" * 65_536)
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise RuntimeError(
+            f"TrainerArgs.output_dir must be a folder that can be written, got {folder} "
+            f"({error.strerror or error}); free it or name another one"
+        ) from None

@@ -1,0 +1,199 @@
+"""The one train step: forward, two-phase backward, finite check, update.
+
+Sharded tables update their rows inside backward, so a bad step has to be known before that
+backward starts. The graph is therefore cut at the embedding output:
+
+    lookup -> [cut] -> trunk -> loss          phase 1: loss.backward() stops at the cut
+    flag = finite(loss, dense gradients, cut gradients) on every rank      <- the one wait
+    lookup <- [cut]                           phase 2: the cut's gradients enter the tables
+    dense optimizer step
+
+A step whose flag is down changes nothing: no row, no parameter, no optimizer state.
+Pipelines decide when a step runs, never what it does.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.batch import SequenceBatch
+from model.ranking import RankingModel, RankingOutput
+from modules.embedding import lookup_results
+from training.distributed import SummedGradients, gather_rows
+from training.optimizer import RunOptimizer
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was NaN or infinite; weights and optimizer state are unchanged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Figures of one step over all ranks, on the host.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: summed loss over the number of labels of all ranks.
+        num_labels: labels in the loss.
+        grad_norm: L2 norm of dense gradients and gradients at the cut together, unclipped.
+        num_tokens, num_samples: tokens and users processed.
+        learning_rate: of the dense optimizer in this step.
+    """
+
+    step: int
+    loss: float
+    num_labels: int
+    grad_norm: float
+    num_tokens: int
+    num_samples: int
+    learning_rate: float
+
+
+class TrainStep:
+    """Runs steps on a sharded model; calling it with a batch is one of them.
+
+    Args:
+        model: the ranking model, its tables already sharded.
+        optimizer: dense and table optimizers with their schedule.
+        clip_grad: largest allowed gradient norm (as in ``StepResult.grad_norm``), or None.
+        num_steps: steps already done, after a resume.
+    """
+
+    def __init__(
+        self,
+        model: RankingModel,
+        optimizer: RunOptimizer,
+        *,
+        clip_grad: float | None = None,
+        num_steps: int = 0,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._clip_grad = clip_grad
+        self._dense: dict[str, nn.Parameter] = dict(self._model.trunk.named_parameters())
+        self.num_steps = num_steps
+
+    def __call__(self, batch: SequenceBatch) -> StepResult:
+        """One step on this rank's batch; every rank calls it, with an empty batch if need be.
+
+        Raises:
+            NonFiniteError: on every rank, naming the step, the ranks and the first bad tensor.
+        """
+        step = self.num_steps + 1
+        learning_rate = self._optimizer.begin_step(step)
+        for parameter in self._dense.values():
+            parameter.grad = None
+        rows = lookup_results(self._model.tables(batch.features))
+        cut = {name: values.detach().requires_grad_() for name, values in rows.items()}
+        output: RankingOutput = self._model.trunk(batch, cut)
+        num_labels = output.num_labels.detach().clone()
+        dist.all_reduce(num_labels)
+        (output.loss_sum / num_labels.clamp(min=1)).backward()
+
+        dense = [_gradient(parameter) for parameter in self._dense.values()]
+        at_cut = [_gradient(values) for values in cut.values()]
+        summed = SummedGradients(dense)
+        figures = self._wait(batch, output, dense=dense, at_cut=at_cut, summed=summed)
+        if not all(math.isfinite(value) for row in figures for value in row):
+            raise NonFiniteError(self._describe(step, figures, output, cut))
+
+        loss_sum, _, cut_square, labels, tokens, samples = (
+            sum(column) for column in zip(*(row[1:] for row in figures), strict=True)
+        )
+        grad_norm = math.sqrt(figures[0][2] + cut_square)
+        summed.write_back()
+        if self._clip_grad is not None and grad_norm > self._clip_grad:
+            torch._foreach_mul_(dense + at_cut, self._clip_grad / grad_norm)
+        if rows:
+            torch.autograd.backward(list(rows.values()), at_cut)
+        self._optimizer.step()
+        self.num_steps = step
+        return StepResult(
+            step=step,
+            loss=loss_sum / max(labels, 1),
+            num_labels=int(labels),
+            grad_norm=grad_norm,
+            num_tokens=int(tokens),
+            num_samples=int(samples),
+            learning_rate=learning_rate,
+        )
+
+    def _wait(
+        self,
+        batch: SequenceBatch,
+        output: RankingOutput,
+        *,
+        dense: list[Tensor],
+        at_cut: list[Tensor],
+        summed: SummedGradients,
+    ) -> list[list[float]]:
+        """The one device-to-host wait of a step: a row of figures from every rank.
+
+        Columns: own health (not finite if this rank's loss or gradients are not, before any
+        mixing of ranks), loss sum, squared norms of the summed dense gradients and of the
+        gradients at the cut, labels, tokens, samples.
+        """
+        loss_sum = output.loss_sum.detach().double()
+        cut_square = _square_sum(at_cut, like=loss_sum)
+        own_square = _square_sum(dense, like=loss_sum)
+        is_mixed = summed.gradients is not dense
+        host_side = [loss_sum.new_full((), n) for n in (batch.num_tokens, batch.num_samples)]
+        row = torch.stack(
+            [
+                loss_sum + own_square + cut_square,
+                loss_sum,
+                _square_sum(summed.gradients, like=loss_sum) if is_mixed else own_square,
+                cut_square,
+                output.num_labels.double(),
+                *host_side,
+            ]
+        )
+        return gather_rows(row).tolist()
+
+    def _describe(
+        self,
+        step: int,
+        figures: list[list[float]],
+        output: RankingOutput,
+        cut: dict[str, Tensor],
+    ) -> str:
+        """Message for a bad step; collective, like every path that all ranks take."""
+        first_bad = "the sum over ranks"
+        if not torch.isfinite(output.loss_sum):
+            first_bad = "the loss"
+        else:
+            named = list(self._dense.items()) + [
+                (f"embeddings of {name}", values) for name, values in cut.items()
+            ]
+            for name, tensor in named:
+                if tensor.grad is not None and not torch.isfinite(tensor.grad).all():
+                    first_bad = f"the gradient of {name}"
+                    break
+        firsts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(firsts, first_bad)
+        bad_ranks = [r for r, row in enumerate(figures) if not math.isfinite(row[0])]
+        where = (
+            "; ".join(f"rank {rank}: {firsts[rank]}" for rank in bad_ranks)
+            or "overflow in the sum over ranks"
+        )
+        return (
+            f"step {step} is not finite ({where}); weights, tables and optimizer state are as "
+            f"after step {step - 1}. Lower OptimizerArgs.learning_rate or set "
+            "OptimizerArgs.clip_grad, and resume from the last checkpoint"
+        )
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """The gradient of a leaf; zero where it took no part, so that all ranks reduce alike."""
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return tensor.grad
+
+
+def _square_sum(tensors: list[Tensor], *, like: Tensor) -> Tensor:
+    if not tensors:
+        return torch.zeros_like(like)
+    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()

@@ -1,0 +1,160 @@
+"""What a run tells: metrics.jsonl, TensorBoard, and the terminal. Only rank 0 writes."""
+
+import json
+import logging
+import math
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from training.distributed import World
+from training.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+# The keys of a record that come first, in this order (DESIGN.md section 7).
+_LEADING = ("step", "split", "loss", "auc", "gauc", "ne", "logloss")
+
+
+def set_up_logging(*, is_main: bool) -> None:
+    """Log lines of rank 0 at INFO, of other ranks at WARNING; libraries only warn."""
+    console = Console(stderr=True)
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, markup=False)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for package in ("configs", "data", "ops", "modules", "model", "training"):
+        logging.getLogger(package).setLevel(logging.INFO if is_main else logging.WARNING)
+    # Its advice on tracing functions is for the authors of TorchRec, not for a user.
+    for library in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory held so far: allocated on the GPU, or resident for a CPU process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Telemetry:
+    """Records of a run; a context manager that closes its files.
+
+    Args:
+        folder: run folder, which holds metrics.jsonl and tensorboard/.
+        world: only rank 0 writes; the other ranks' calls do nothing.
+        num_steps: steps of the whole run, for the progress bar.
+        first_step: steps already done; later records of an interrupted run are dropped, so that
+            the file tells one story.
+    """
+
+    def __init__(self, folder: Path, *, world: World, num_steps: int, first_step: int = 0) -> None:
+        self._world = world
+        self._num_steps = num_steps
+        self._interval: list[StepResult] = []
+        self._seconds = 0.0
+        self._progress: Progress | None = None
+        if not world.is_main:
+            return
+        path = folder / "metrics.jsonl"
+        kept = _records_up_to(path, first_step)
+        self._file = path.open("w", buffering=1, encoding="utf-8")
+        self._file.writelines(kept)
+        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        console = Console(stderr=True)
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task(
+                "train", total=num_steps, completed=first_step, figures=""
+            )
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self._world.is_main:
+            self._file.close()
+            self._tensorboard.close()
+
+    def step(self, result: StepResult, *, seconds: float) -> None:
+        """Takes in a training step and the wall time it took."""
+        self._interval.append(result)
+        self._seconds += seconds
+        if self._progress is not None:
+            self._progress.update(
+                self._task, completed=result.step, figures=f"loss {result.loss:.4f}"
+            )
+
+    def log_training(self) -> None:
+        """Writes a training record over the steps since the last one; nothing if there are none."""
+        if not self._interval:
+            return
+        steps, seconds = self._interval, max(self._seconds, 1e-9)
+        num_labels = sum(step.num_labels for step in steps)
+        figures = {
+            "loss": sum(step.loss * step.num_labels for step in steps) / max(num_labels, 1),
+            "tokens_per_s": sum(step.num_tokens for step in steps) / seconds,
+            "samples_per_s": sum(step.num_samples for step in steps) / seconds,
+            "lr": steps[-1].learning_rate,
+            "grad_norm": steps[-1].grad_norm,
+            "peak_mem_bytes": peak_memory_bytes(self._world.device),
+        }
+        self._interval, self._seconds = [], 0.0
+        self.record(steps[-1].step, "train", figures)
+
+    def record(self, step: int, split: str, figures: Mapping[str, float]) -> None:
+        """Writes one record to metrics.jsonl, TensorBoard and the log.
+
+        NaN and infinite figures (an AUC without both labels, say) become null in the file.
+        """
+        if not self._world.is_main:
+            return
+        values: dict[str, object] = {"step": step, "split": split} | dict(figures)
+        ordered = {key: values.pop(key) for key in _LEADING if key in values} | values
+        for key, value in ordered.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                ordered[key] = None
+        self._file.write(json.dumps(ordered) + "\n")
+        for key, value in figures.items():
+            self._tensorboard.add_scalar(f"{split}/{key}", value, step)
+        shown = "  ".join(f"{key} {_short(value)}" for key, value in figures.items())
+        logger.info("step %d/%d %s  %s", step, self._num_steps, split, shown)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _records_up_to(path: Path, last_step: int) -> list[str]:
+    if last_step == 0 or not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # A line cut short by a crash has no newline and is dropped with what came after it.
+    return [
+        line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step
+    ]
