@@ -50,16 +50,24 @@ class Bucket:
     first_row: int
     """Row of the first token of the first user; all there is to know when num_users is 1."""
     padded_rows: Tensor
-    """(b * N,) the row each padded slot reads; a slot past the end reads its user's first row."""
+    """(b * N,) the row each slot reads; a slot past the end reads its user's first row."""
     is_real: Tensor
-    """(b * N, 1) 1 for a token, 0 for padding, in the dtype of q."""
-    real_rows: Tensor
-    """(tokens,) the rows of the bucket's tokens ..."""
-    real_slots: Tensor
-    """... and the padded slots they stand in."""
+    """(b * N,) bool: a token, not padding."""
+    keep: Tensor
+    """(b * N, 1) is_real as a factor, in the dtype of q."""
     positions: Tensor
     """(b, N) position of each slot (`ops.hstu_attention`)."""
     tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The buckets of a batch, and the way back from their slots to packed rows."""
+
+    buckets: tuple[Bucket, ...]
+    slot_T: Tensor
+    """(rows,) the slot of each row, all buckets' slots one after the other; a row of no user gets
+    the slot after the last."""
 
 
 @lru_cache(maxsize=8)
@@ -68,11 +76,12 @@ def plan_buckets(
     contextuals: tuple[int, ...],
     candidates: tuple[int, ...],
     *,
+    num_rows: int,
     rule: MaskRule,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Bucket, ...]:
-    """Return the buckets of a batch. Cached: all layers of a step ask for the same one."""
+) -> Plan:
+    """Return the plan of a batch. Cached: all layers of a step ask for the same one."""
     users = []
     for user, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
         if end > start:
@@ -92,7 +101,7 @@ def plan_buckets(
         if not fits:
             groups.append([])
         groups[-1].append((num_contextuals, num_main, user))
-    return tuple(
+    buckets = tuple(
         _bucket(
             group[0][0],
             torch.tensor([offsets[user] for _, _, user in group]),
@@ -104,6 +113,13 @@ def plan_buckets(
         )
         for group in groups
     )
+    num_slots = sum(bucket.is_real.numel() for bucket in buckets)
+    slot_T = torch.full((num_rows,), num_slots, device=device)
+    if buckets:
+        is_real = torch.cat([bucket.is_real for bucket in buckets])
+        rows = torch.cat([bucket.padded_rows for bucket in buckets])
+        slot_T[rows[is_real]] = torch.arange(num_slots, device=device)[is_real]
+    return Plan(buckets=buckets, slot_T=slot_T)
 
 
 def _bucket(
@@ -133,9 +149,8 @@ def _bucket(
         padded_len=main + num_candidates,
         first_row=int(starts_b[0]),
         padded_rows=rows.to(device),
-        is_real=is_real.flatten()[:, None].to(device, dtype),
-        real_rows=rows[is_real.flatten()].to(device),
-        real_slots=is_real.flatten().nonzero()[:, 0].to(device),
+        is_real=is_real.flatten().to(device),
+        keep=is_real.flatten()[:, None].to(device, dtype),
         positions=positions.to(device),
         tiles=tuple(
             Tile(
@@ -158,20 +173,30 @@ def _tiles(
         first_causal_row = num_contextuals
         if num_contextuals:
             tiles.append((0, num_contextuals, main, None))
-    num_runs = -(-(main - first_causal_row) // _ROWS_PER_TILE)
-    for run in range(num_runs):
-        start = first_causal_row + (main - first_causal_row) * run // num_runs
-        end = first_causal_row + (main - first_causal_row) * (run + 1) // num_runs
-        mask = torch.ones(1, end - start, end - start).tril() if rule.is_causal else None
-        tiles.append((start, end, end if rule.is_causal else main, mask))
-    if num_candidates:
-        index = torch.arange(num_candidates)
-        group = index // rule.target_group_size
-        same_group = (group[:, None] == group) & (index[:, None] >= index)
-        tiles.append((main, main + num_candidates, main + num_candidates, same_group[None]))
+    padded_len = main + num_candidates
+    if num_candidates and padded_len - first_causal_row <= _ROWS_PER_TILE and rule.is_causal:
+        # short users: history and candidates in one tile, for fewer kernel calls
+        mask = torch.ones(padded_len - first_causal_row, padded_len - first_causal_row).tril()
+        mask[-num_candidates:, -num_candidates:] = _group_mask(num_candidates, rule)
+        tiles.append((first_causal_row, padded_len, padded_len, mask[None]))
+    else:
+        num_runs = -(-(main - first_causal_row) // _ROWS_PER_TILE)
+        for run in range(num_runs):
+            start = first_causal_row + (main - first_causal_row) * run // num_runs
+            end = first_causal_row + (main - first_causal_row) * (run + 1) // num_runs
+            causal = torch.ones(1, end - start, end - start).tril() if rule.is_causal else None
+            tiles.append((start, end, end if rule.is_causal else main, causal))
+        if num_candidates:
+            tiles.append((main, padded_len, padded_len, _group_mask(num_candidates, rule)[None]))
     if rule.attention_window is None:
         return tiles
     return [_with_window(tile, num_contextuals, main, positions, rule) for tile in tiles]
+
+
+def _group_mask(num_candidates: int, rule: MaskRule) -> Tensor:
+    index = torch.arange(num_candidates)
+    group = index // rule.target_group_size
+    return ((group[:, None] == group) & (index[:, None] >= index)).float()
 
 
 def _with_window(

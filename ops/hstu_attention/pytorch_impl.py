@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ops.hstu_attention.buckets import Bucket, MaskRule, Tile, plan_buckets
+from ops.hstu_attention.buckets import Bucket, MaskRule, Plan, Tile, plan_buckets
 from ops.hstu_attention.spec import AttentionSpec
 from ops.hstu_attention.time_buckets import time_bucket_boundaries
 
@@ -23,10 +23,11 @@ def hstu_attention(
 ) -> Tensor:
     """Return O_THV; see `ops.hstu_attention.hstu_attention`."""
     num_users = seq_offsets.numel() - 1
-    buckets = plan_buckets(
+    plan = plan_buckets(
         tuple(seq_offsets.tolist()),
         _counts(spec.num_contextuals, num_users),
         _counts(spec.num_candidates, num_users),
+        num_rows=q_THA.shape[0],
         rule=MaskRule(
             target_group_size=spec.target_group_size,
             is_causal=spec.is_causal,
@@ -37,7 +38,7 @@ def hstu_attention(
         device=q_THA.device,
     )
     return _Attention.apply(
-        q_THA, k_THA, v_THV, spec.position_bias, spec.time_bias, spec, buckets
+        q_THA, k_THA, v_THV, spec.position_bias, spec.time_bias, spec, plan
     )
 
 
@@ -51,47 +52,48 @@ class _Attention(torch.autograd.Function):
         position_bias: Tensor | None,
         time_bias: Tensor | None,
         spec: AttentionSpec,
-        buckets: tuple[Bucket, ...],
+        plan: Plan,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, position_bias, time_bias)
-        ctx.spec, ctx.buckets = spec, buckets
-        out = v.new_zeros(v.shape)
+        ctx.spec, ctx.plan = spec, plan
         inverse_scale = 1.0 / float(spec.scaling_seqlen)
-        for bucket in buckets:
-            padded_q, padded_k = _pad(q, bucket), _pad(k, bucket)
-            padded_v = _pad(v, bucket, zero=True)
-            padded_out = padded_v.new_empty(padded_v.shape)
+        q_HTA, k_HTA, v_HTV = (_head_major(x) for x in (q, k, v))
+        outputs = []
+        for bucket in plan.buckets:
+            padded_q, padded_k = _pad(q_HTA, bucket), _pad(k_HTA, bucket)
+            padded_v = _pad(v_HTV, bucket, zero=True)
+            padded_out = torch.empty_like(padded_v, memory_format=torch.contiguous_format)
             bias = _Bias(bucket, spec, position_bias, time_bias)
             for tile in bucket.tiles:
                 rows, keys = slice(tile.row_start, tile.row_end), slice(0, tile.key_end)
                 scores = _scores(padded_q[:, rows], padded_k[:, keys])
                 bias.add_to(scores, tile)
                 weights = _mask(F.silu(scores, inplace=True), tile, bucket).to(v.dtype)
-                padded_out[:, rows].baddbmm_(
-                    weights, padded_v[:, keys], beta=0, alpha=inverse_scale
-                )
-            _unpad(padded_out, out, bucket)
-        return out
+                padded_out[:, rows] = _matmul(weights, padded_v[:, keys], inverse_scale)
+            outputs.append(padded_out)
+        return _unpad(outputs, v, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, position_bias, time_bias = ctx.saved_tensors
         spec: AttentionSpec = ctx.spec
-        grads = [x.new_zeros(x.shape) for x in (q, k, v)]
+        plan: Plan = ctx.plan
         bias_grads = [
             None if table is None else torch.zeros_like(table, dtype=_wide(q.dtype))
             for table in (position_bias, time_bias)
         ]
-        for bucket in ctx.buckets:
+        q_HTA, k_HTA, v_HTV, grad_HTV = (_head_major(x) for x in (q, k, v, grad_out))
+        padded_grads = []
+        for bucket in plan.buckets:
             padded = (
-                *(_pad(x, bucket) for x in (q, k)),
-                *(_pad(x, bucket, zero=True) for x in (v, grad_out)),
+                *(_pad(x, bucket) for x in (q_HTA, k_HTA)),
+                *(_pad(x, bucket, zero=True) for x in (v_HTV, grad_HTV)),
             )
             bias = _Bias(bucket, spec, position_bias, time_bias)
-            padded_grads = _backward_bucket(padded, bucket, bias, spec, bias_grads)
-            for padded_grad, grad in zip(padded_grads, grads, strict=True):
-                _unpad(padded_grad, grad, bucket)
+            padded_grads.append(_backward_bucket(padded, bucket, bias, spec, bias_grads))
+        grads_of = zip(*padded_grads, strict=True) if padded_grads else ((), (), ())
+        grads = [_unpad(list(parts), x, plan) for parts, x in zip(grads_of, (q, k, v), strict=True)]
         tables = zip(bias_grads, (position_bias, time_bias), strict=True)
         casts = (None if grad is None else grad.to(table.dtype) for grad, table in tables)
         return *grads, *casts, None, None
@@ -106,21 +108,22 @@ def _backward_bucket(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, grad_out = padded
     alpha, inverse_scale = q.shape[-1] ** -0.5, 1.0 / float(spec.scaling_seqlen)
-    grad_q = q.new_empty(q.shape)
-    grad_k, grad_v = k.new_zeros(k.shape), v.new_zeros(v.shape)
+    grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
     for tile in bucket.tiles:
         rows, keys = slice(tile.row_start, tile.row_end), slice(0, tile.key_end)
         scores = _scores(q[:, rows], k[:, keys])
         bias.add_to(scores, tile)
         grad_weights = _matmul(grad_out[:, rows], v[:, keys].transpose(1, 2), inverse_scale)
+        grad_weights = grad_weights.to(scores.dtype)
         torch.ops.aten.silu_backward.grad_input(grad_weights, scores, grad_input=grad_weights)
         grad_scores = _mask(grad_weights, tile, bucket)
         weights = _mask(F.silu(scores, inplace=True), tile, bucket).to(v.dtype)
         bias.add_gradients(grad_scores, tile, bias_grads, deterministic=spec.deterministic)
         grad_scores = grad_scores.to(q.dtype)
-        grad_v[:, keys].baddbmm_(weights.transpose(1, 2), grad_out[:, rows], alpha=inverse_scale)
-        grad_q[:, rows].baddbmm_(grad_scores, k[:, keys], beta=0, alpha=alpha)
-        grad_k[:, keys].baddbmm_(grad_scores.transpose(1, 2), q[:, rows], alpha=alpha)
+        # a product straight into a slice would run head by head: baddbmm wants a whole tensor
+        grad_v[:, keys] += _matmul(weights.transpose(1, 2), grad_out[:, rows], inverse_scale)
+        grad_q[:, rows] = _matmul(grad_scores, k[:, keys], alpha)
+        grad_k[:, keys] += _matmul(grad_scores.transpose(1, 2), q[:, rows], alpha)
     return grad_q, grad_k, grad_v
 
 
@@ -186,13 +189,13 @@ def _distances(values_bN: Tensor, tile: Tile) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    return _matmul(q, k.transpose(1, 2), q.shape[-1] ** -0.5)
+    return _matmul(q, k.transpose(1, 2), q.shape[-1] ** -0.5).to(_wide(q.dtype))
 
 
 def _matmul(left: Tensor, right: Tensor, factor: float) -> Tensor:
-    """Return factor * left @ right, wide; the factor costs no pass of its own."""
+    """Return factor * left @ right; the factor costs no pass of its own."""
     product = left.new_empty(left.shape[0], left.shape[1], right.shape[2])
-    return product.baddbmm_(left, right, beta=0, alpha=factor).to(_wide(left.dtype))
+    return product.baddbmm_(left, right, beta=0, alpha=factor)
 
 
 def _mask(tile_weights: Tensor, tile: Tile, bucket: Bucket) -> Tensor:
@@ -203,26 +206,27 @@ def _mask(tile_weights: Tensor, tile: Tile, bucket: Bucket) -> Tensor:
     return tile_weights
 
 
-def _pad(x_THA: Tensor, bucket: Bucket, *, zero: bool = False) -> Tensor:
+def _head_major(x_THA: Tensor) -> Tensor:
+    """Return (H, T, A) in one piece: one copy here instead of one a bucket in index_select."""
+    return x_THA.transpose(0, 1).contiguous()
+
+
+def _pad(x_HTA: Tensor, bucket: Bucket, *, zero: bool = False) -> Tensor:
     """Return the bucket's rows as (H * b, N, A); padded slots are zero, or any finite row."""
     if bucket.num_users == 1:
-        start = bucket.first_row
-        return x_THA[start : start + bucket.padded_len].transpose(0, 1)
-    padded = x_THA.transpose(0, 1).index_select(1, bucket.padded_rows)
+        return x_HTA.narrow(1, bucket.first_row, bucket.padded_len)
+    padded = x_HTA.index_select(1, bucket.padded_rows)
     if zero:
-        padded.mul_(bucket.is_real)
-    return padded.view(-1, bucket.padded_len, x_THA.shape[-1])
+        padded.mul_(bucket.keep)
+    return padded.view(-1, bucket.padded_len, x_HTA.shape[-1])
 
 
-def _unpad(padded: Tensor, out_THA: Tensor, bucket: Bucket) -> None:
-    """Write the bucket's tokens to their rows of out_THA."""
-    num_heads = out_THA.shape[1]
-    if bucket.num_users == 1:
-        start = bucket.first_row
-        out_THA[start : start + bucket.padded_len] = padded.transpose(0, 1)
-        return
-    slots = padded.view(num_heads, -1, padded.shape[-1])
-    out_THA[bucket.real_rows] = slots.index_select(1, bucket.real_slots).transpose(0, 1)
+def _unpad(padded: list[Tensor], like_THA: Tensor, plan: Plan) -> Tensor:
+    """Return the rows (T, H, A) of all buckets; rows of no user are zero."""
+    _, num_heads, width = like_THA.shape
+    slots = [part.view(num_heads, -1, width) for part in padded]
+    slots.append(like_THA.new_zeros(num_heads, 1, width))
+    return torch.cat(slots, dim=1).index_select(1, plan.slot_T).transpose(0, 1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -258,7 +258,7 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     answer: dict[str, object] = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Length", str(answer["length"]))
             self.end_headers()
@@ -268,7 +268,7 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     address = f"http://127.0.0.1:{server.server_port}/{{name}}.zip"
     monkeypatch.setattr(sources, "_URL", address)

@@ -19,18 +19,13 @@ def _splits(counts: list[int], **rule: object) -> dict[str, SampleTable]:
 
 def _samples(table: SampleTable, counts: list[int]) -> list[Sample]:
     """(user row, history, candidates), events numbered from 0 within their user."""
-    first_U = np.concatenate([[0], np.cumsum(counts)])
-    rows = zip(
-        table.user_rows_S,
-        table.history_begin_S,
-        table.candidates_begin_S,
-        table.candidates_end_S,
-        strict=True,
-    )
-    return [
-        (int(u), list(range(b - first_U[u], c - first_U[u])), list(range(c - first_U[u], e - first_U[u])))
-        for u, b, c, e in rows
-    ]  # fmt: skip
+    samples = []
+    for row in range(len(table)):
+        user = int(table.user_rows_S[row])
+        columns = (table.history_begin_S, table.candidates_begin_S, table.candidates_end_S)
+        begin, middle, end = (int(column[row]) - sum(counts[:user]) for column in columns)
+        samples.append((user, list(range(begin, middle)), list(range(middle, end))))
+    return samples
 
 
 def test_temporal_holds_out_the_latest_events():

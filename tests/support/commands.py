@@ -42,7 +42,7 @@ def run_command(
 ) -> CommandResult:
     """Run `args` from the project root and return its result, whatever its exit status.
 
-    `env` is added to this process's environment. Raises CommandTimeoutError after `timeout_seconds`.
+    `env` is added to this environment. Raises CommandTimeoutError after `timeout_seconds`.
     When it returns or raises, the command and everything it started have ended, also children
     that made themselves a new session, as torchrun's do.
     """

@@ -1,0 +1,87 @@
+"""A SequenceBatch through TorchRec's own pipelines, on both ranks of a gloo group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from configs.schema import DatasetArgs
+from data.loader import SequenceLoader, build_datasets
+
+
+class _Summing(torch.nn.Module):
+    """Embeds all features and reports what it was fed."""
+
+    def __init__(self, vocab_sizes: dict[str, int]) -> None:
+        from torchrec import EmbeddingCollection, EmbeddingConfig
+
+        super().__init__()
+        tables = [
+            EmbeddingConfig(
+                name=f"table_{name}", embedding_dim=4, num_embeddings=rows, feature_names=[name]
+            )
+            for name, rows in vocab_sizes.items()
+        ]
+        self.embeddings = EmbeddingCollection(tables=tables, device=torch.device("cpu"))
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, batch):
+        embedded = self.embeddings(batch.features)
+        score_E = self.head(embedded["item_id"].values())[:, 0]
+        loss = ((score_E - batch.labels_E) ** 2).sum()
+        return loss, (batch.sample_ids_B, loss.detach())
+
+
+def _run(rank: int, world_size: int, pipeline: str, args: DatasetArgs, batch_size: int):
+    import torch.distributed as dist
+    from torchrec.distributed import DistributedModelParallel, train_pipeline
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    torch.manual_seed(0)
+    datasets = build_datasets(args)
+    model = _Summing(datasets.facts.vocab_sizes)
+    apply_optimizer_in_backward(torch.optim.SGD, model.embeddings.parameters(), {"lr": 0.01})
+    sharder = EmbeddingCollectionSharder()
+    tables = {f"table_{n}": row_wise(compute_kernel="fused") for n in datasets.facts.vocab_sizes}
+    plan = construct_module_sharding_plan(
+        model.embeddings,
+        tables,
+        sharder=sharder,
+        world_size=world_size,
+        local_size=world_size,
+        device_type="cpu",
+    )
+    parallel = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.GroupMember.WORLD),
+        plan=ShardingPlan({"embeddings": plan}),
+        sharders=[sharder],
+        device=torch.device("cpu"),
+    )
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.01)
+    runner = getattr(train_pipeline, pipeline)(parallel, optimizer, torch.device("cpu"))
+    loader = SequenceLoader(
+        datasets.test, batch_size=batch_size, shuffle=True, seed=1, rank=rank, world_size=world_size
+    )
+    batches, fed = loader.epoch(0), []
+    for _ in range(loader.num_batches):
+        sample_ids_B, loss = runner.progress(batches)
+        fed.append((sample_ids_B.tolist(), float(loss)))
+    return fed
+
+
+@pytest.mark.parametrize("count", [3, 10])
+def test_pipelines_are_fed_every_sample_once(count, make_dataset, two_ranks):
+    """3 samples at 2 per rank leave the second rank one; 10 leave it none in the last batch."""
+    args = make_dataset([6] * count, max_num_candidates=1)
+    plain = two_ranks.run(_run, "TrainPipelineBase", args, 2)
+    ahead = two_ranks.run(_run, "TrainPipelineSparseDist", args, 2)
+    first = build_datasets(args).test.first_sample_id
+    ids = sorted(i for rank in ahead for batch, _ in rank for i in batch if i >= 0)
+    assert ids == [first + n for n in range(count)]
+    assert ahead == plain
+    if count == 10:
+        assert ahead[1][-1] == ([-1, -1], 0.0)

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from sklearn.metrics import roc_auc_score
+
+from configs.schema import BenchmarkDatasetArgs, EmbeddingArgs, FeatureArgs, RandomDistribution
+from data.dataset import Datasets
+from data.distributions import bounded, draw, mix
+from data.loader import SequenceLoader, build_datasets
+
+NUM_ITEMS = 40
+
+
+def _args(**changes: object) -> BenchmarkDatasetArgs:
+    def table(name: str, rows: int) -> EmbeddingArgs:
+        return EmbeddingArgs(
+            feature_names=(name,), table_name=f"table_{name}", item_vocab_size_or_capacity=rows
+        )
+
+    events = FeatureArgs(
+        feature_names=("item", "act"),
+        max_sequence_length=30,
+        is_jagged=True,
+        seqlen_dist=RandomDistribution(dist_type="uniform", low=0, high=31),
+    )
+    values = {
+        "feature_args": (events, FeatureArgs(feature_names=("user",), max_sequence_length=1)),
+        "embedding_args": (table("item", NUM_ITEMS), table("act", 256), table("user", 50)),
+        "item_feature_name": "item",
+        "action_feature_name": "act",
+        "contextual_feature_names": ("user",),
+        "max_num_candidates": 5,
+        "num_generated_batches": 20,
+    }
+    return BenchmarkDatasetArgs(**{**values, **changes})
+
+
+def _build(args: BenchmarkDatasetArgs | None = None, **settings: object) -> Datasets:
+    return build_datasets(args or _args(), **{"seed": 3, "global_batch_size": 16, **settings})
+
+
+def _all(dataset):
+    return dataset.batch(np.arange(len(dataset)), batch_size=len(dataset))
+
+
+def test_a_sample_does_not_depend_on_its_batch():
+    datasets = _build()
+    everybody = _all(datasets.train)
+    dense = everybody.features["item"].to_dense()
+    labels = everybody.labels_E.split(everybody.features["item"].lengths().tolist())
+    for indices in ([5], [200, 5, 17], [17, 0, 5, 9]):
+        batch = datasets.train.batch(np.array(indices), batch_size=4)
+        own = batch.labels_E.split(batch.features["item"].lengths().tolist())
+        for row, index in enumerate(indices):
+            assert batch.sample_ids_B[row] == everybody.sample_ids_B[index] == index
+            assert batch.features["item"].to_dense()[row].tolist() == dense[index].tolist()
+            assert own[row].tolist() == labels[index].tolist()
+
+
+def test_seeds_differ_and_repeat():
+    first, again, other = (_all(_build(seed=seed).train) for seed in (3, 3, 4))
+    assert first.features.values().tolist() == again.features.values().tolist()
+    assert first.features.values().tolist() != other.features.values().tolist()
+    assert _build(seed=3).train.fingerprint != _build(seed=4).train.fingerprint
+
+
+def test_folds_are_disjoint_and_sized_in_global_batches():
+    datasets = _build()
+    folds = (datasets.train, datasets.validation, datasets.test)
+    assert [len(fold) for fold in folds] == [320, 32, 32]
+    ids = [i for fold in folds for i in _all(fold).sample_ids_B.tolist()]
+    assert ids == list(range(384))
+
+
+def test_lengths_and_ids_stay_in_their_bounds():
+    batch = _all(_build().train)
+    lengths_B = batch.features["item"].lengths()
+    assert lengths_B.min() == 0
+    assert lengths_B.max() == 30
+    assert (batch.num_candidates_B == (lengths_B - 1).clamp(0, 5)).all()
+    items = batch.features["item"].values()
+    assert items.min() == 0
+    assert items.max() == NUM_ITEMS - 1
+    assert batch.features["user"].values().max() < 50
+    assert (batch.timestamps_E[1:29] >= batch.timestamps_E[:28]).sum() > 20
+
+
+def test_fixed_lengths_are_the_maximum():
+    fixed = tuple(dataclasses.replace(g, is_jagged=False) for g in _args().feature_args)
+    batch = _all(_build(_args(feature_args=fixed)).train)
+    assert set(batch.features["item"].lengths().tolist()) == {30}
+
+
+def _item_means(labels: np.ndarray, items: np.ndarray) -> np.ndarray:
+    sums, counts = (np.bincount(items, w, NUM_ITEMS) for w in (labels, np.ones(len(labels))))
+    return sums / counts
+
+
+def test_items_and_history_predict_the_label():
+    datasets = _build(_args(num_generated_batches=100))
+    train, test = _all(datasets.train), _all(datasets.test)
+    means = _item_means(train.labels_E.numpy(), train.features["item"].values().numpy())
+    labels, scores, history_scores = [], [], []
+    lengths = test.features["item"].lengths().tolist()
+    for own, items, count in zip(
+        test.labels_E.split(lengths),
+        test.features["item"].values().split(lengths),
+        test.num_candidates_B.tolist(),
+        strict=True,
+    ):
+        if count == 0:
+            continue
+        past = slice(0, len(own) - count)
+        surprise = own[past].double().numpy() - means[items[past].numpy()]
+        labels.extend(own[-count:].tolist())
+        scores.extend(means[items[-count:].numpy()])
+        history_scores.extend(means[items[-count:].numpy()] + surprise.sum() / (len(surprise) + 2))
+    by_item = roc_auc_score(labels, scores)
+    assert by_item > 0.65
+    assert roc_auc_score(labels, history_scores) > by_item + 0.05
+
+
+def test_tasks_are_bits_with_effects_of_their_own():
+    datasets = _build(num_tasks=3)
+    assert (datasets.facts.label_kind, datasets.facts.num_classes) == ("bitmask", 3)
+    batch = _all(datasets.train)
+    labels_E, items_E = batch.labels_E.numpy(), batch.features["item"].values().numpy()
+    assert labels_E.min() == 0
+    assert labels_E.max() == 7
+    means = [_item_means((labels_E >> task) & 1, items_E) for task in range(3)]
+    assert all(0.3 < m.mean() < 0.7 and m.std() > 0.15 for m in means)
+    assert np.abs(np.corrcoef(means)[np.triu_indices(3, 1)]).max() < 0.6
+
+
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_classes_are_about_equally_frequent(num_classes):
+    batch = _all(_build(_args(num_generated_batches=200), num_classes=num_classes).train)
+    shares = np.bincount(batch.labels_E.numpy(), minlength=num_classes) / len(batch.labels_E)
+    assert len(shares) == num_classes
+    assert shares.min() > 0.6 / num_classes
+
+
+def test_labels_that_do_not_fit_the_action_table_are_refused():
+    with pytest.raises(ValueError, match=r"feature 'act' must be >= 512 .* got 256"):
+        _build(num_tasks=9)
+
+
+def test_actions_and_contextual_features_may_be_absent():
+    datasets = _build(_args(action_feature_name=None, contextual_feature_names=()))
+    assert datasets.facts.vocab_sizes == {"item": NUM_ITEMS}
+    batch = next(SequenceLoader(datasets.train, batch_size=4, shuffle=True, seed=0).epoch(0))
+    assert batch.features.keys() == ["item"]
+    assert batch.num_tokens == len(batch.labels_E)
+
+
+BITS = mix(np.arange(100_000))
+MOMENTS = {
+    "uniform": (RandomDistribution(dist_type="uniform", low=10, high=20), 14.5, 2.87),
+    "normal": (RandomDistribution(dist_type="normal", mean=50.0, std=5.0), 50.0, 5.0),
+    "lognormal": (RandomDistribution(dist_type="lognormal", mean=50.0, std=20.0), 50.0, 20.0),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_distributions_have_their_mean_and_spread(name):
+    dist, mean, std = MOMENTS[name]
+    values = draw(bounded(dist, 1000), BITS)
+    assert values.mean() == pytest.approx(mean, rel=0.01)
+    assert values.std() == pytest.approx(std, rel=0.03)
+
+
+@pytest.mark.parametrize("alpha", [1.2, 2.0])
+def test_zipf_falls_off_by_its_exponent(alpha):
+    values = draw(bounded(RandomDistribution(dist_type="zipf", low=3, alpha=alpha), 1000), BITS)
+    counts = np.bincount(values, minlength=1000)
+    assert (values.min(), len(counts)) == (3, 1000)
+    # Ranks 10..19 against 100..199: a factor of 10 in rank, 10 times as many ranks.
+    ratio = counts[3 + 9 : 3 + 19].sum() / counts[3 + 99 : 3 + 199].sum()
+    assert ratio == pytest.approx(10 ** (alpha - 1), rel=0.15)
+
+
+@pytest.mark.parametrize("dist_type", ["uniform", "normal", "zipf", "lognormal"])
+def test_draws_are_clipped_to_their_bounds(dist_type):
+    dist = RandomDistribution(dist_type=dist_type, low=5, high=9, mean=7.0, std=50.0)
+    values = draw(dist, BITS)
+    assert set(values.tolist()) == {5, 6, 7, 8}

@@ -1,0 +1,163 @@
+"""Small experiments built in code, and the world of the test process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from configs.schema import (
+    BenchmarkDatasetArgs,
+    DatasetArgs,
+    EmbeddingArgs,
+    ExperimentArgs,
+    FeatureArgs,
+    NetworkArgs,
+    OptimizerArgs,
+    RankingArgs,
+    TrainerArgs,
+)
+from data.preprocess import preprocess
+from training.distributed import World
+
+
+def synthetic_experiment(
+    folder: str,
+    *,
+    trainer: Mapping[str, Any] | None = None,
+    dataset: Mapping[str, Any] | None = None,
+    network: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    ranking: Mapping[str, Any] | None = None,
+) -> ExperimentArgs:
+    """A two-layer model on synthetic data: 5 classes, users of up to 12 events, 3 candidates.
+
+    Dropout is off and the order fixed unless overridden, so that runs can be compared.
+    """
+    trainer_args = {
+        "train_batch_size": 8,
+        "eval_batch_size": 8,
+        "max_train_iters": 6,
+        "eval_interval": 100,
+        "log_interval": 1,
+        "output_dir": folder,
+    }
+    tables = [
+        ("item", 60, "model_parallel"),
+        ("action", 5, "data_parallel"),
+        ("user_id", 40, "data_parallel"),
+        ("age", 4, "data_parallel"),
+    ]
+    dataset_args = {
+        "feature_args": (
+            FeatureArgs(feature_names=("item", "action"), max_sequence_length=12, is_jagged=True),
+            FeatureArgs(feature_names=("user_id", "age"), max_sequence_length=1),
+        ),
+        "embedding_args": tuple(
+            EmbeddingArgs(
+                feature_names=(name,),
+                table_name=name,
+                item_vocab_size_or_capacity=rows,
+                sharding_type=sharding,
+            )
+            for name, rows, sharding in tables
+        ),
+        "item_feature_name": "item",
+        "action_feature_name": "action",
+        "contextual_feature_names": ("user_id", "age"),
+        "max_num_candidates": 3,
+        "num_generated_batches": 4,
+    }
+    network_args = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "kv_channels": 8,
+        "hidden_dropout": 0.0,
+        "dtype_str": "float32",
+    }
+    optimizer_args = {"optimizer_str": "adam", "learning_rate": 1e-2}
+    ranking_args = {"prediction_head_arch": (16, 5)}
+    return ExperimentArgs(
+        trainer=TrainerArgs(**(trainer_args | dict(trainer or {}))),
+        dataset=BenchmarkDatasetArgs(**(dataset_args | dict(dataset or {}))),
+        network=NetworkArgs(**(network_args | dict(network or {}))),
+        optimizer=OptimizerArgs(**(optimizer_args | dict(optimizer or {}))),
+        ranking=RankingArgs(**(ranking_args | dict(ranking or {}))),
+    )
+
+
+def cpu_world(rank: int = 0, world_size: int = 1) -> World:
+    """The world of a process that is already in a gloo group."""
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        device=torch.device("cpu"),
+    )
+
+
+@contextmanager
+def single_process_group(store: str) -> Iterator[World]:
+    """A gloo group of one, for tests in this process."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        yield cpu_world()
+    finally:
+        dist.destroy_process_group()
+
+
+def write_movielens(folder: Path, *, num_users: int = 24, num_items: int = 40) -> Path:
+    """A small ml-100k look-alike in the original format, preprocessed; returns its folder.
+
+    Users have 4 to 30 ratings at growing times. Ratings follow the item and the user, so that a
+    model has something to learn.
+    """
+    raw = folder / "raw"
+    raw.mkdir(parents=True)
+    draw = random.Random(7)
+    quality = [draw.gauss(0, 1) for _ in range(num_items + 1)]
+    ratings, users = [], []
+    for user in range(1, num_users + 1):
+        taste = draw.gauss(0, 0.7)
+        for event in range(draw.randint(4, 30)):
+            item = draw.randint(1, num_items)
+            score = 3.5 + taste + quality[item] + draw.gauss(0, 0.3)
+            time = 880_000_000 + 1000 * user + event
+            ratings.append(f"{user}\t{item}\t{min(5, max(1, round(score)))}\t{time}")
+        users.append(f"{user}|{20 + user}|{'MF'[user % 2]}|artist|{10_000 + user % 3}")
+    (raw / "u.data").write_text("\n".join(ratings) + "\n")
+    (raw / "u.user").write_text("\n".join(users) + "\n")
+    output = folder / "ml-100k"
+    preprocess("ml-100k", source=raw, output=output)
+    return output
+
+
+def movielens_experiment(
+    data: Path,
+    folder: str,
+    *,
+    trainer: Mapping[str, Any] | None = None,
+    dataset: Mapping[str, Any] | None = None,
+    network: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+) -> ExperimentArgs:
+    """A small model on `write_movielens` data, shuffled, with dropout."""
+    base = synthetic_experiment(folder, trainer=trainer, network=network, optimizer=optimizer)
+    dataset_args = {
+        "dataset_name": "ml-100k",
+        "dataset_path": str(data),
+        "max_history_seqlen": 10,
+        "max_num_candidates": 3,
+        "shuffle": True,
+    }
+    return dataclasses.replace(base, dataset=DatasetArgs(**(dataset_args | dict(dataset or {}))))

@@ -1,0 +1,146 @@
+"""TrainStep: what one step changes, and what a bad step leaves as it was."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.batch import SequenceBatch
+from tests.support.experiments import cpu_world, synthetic_experiment
+from tests.support.two_ranks import TwoRanks
+from training.distributed import World
+from training.step import NonFiniteError, TrainStep
+from training.trainer import Trainer
+
+
+def make(folder: str, world: World, **overrides: dict) -> tuple[Trainer, TrainStep]:
+    trainer = Trainer(synthetic_experiment(folder, **overrides), world=world)
+    trainer.model.train()
+    clip_grad = trainer.experiment.optimizer.clip_grad
+    return trainer, TrainStep(trainer.model.module, trainer.optimizer, clip_grad=clip_grad)
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Every trainable tensor of this rank, dense and table rows, cloned."""
+    return {
+        name: (
+            torch.cat([shard.tensor.reshape(-1) for shard in value.local_shards()])
+            if hasattr(value, "local_shards")
+            else value
+        ).clone()
+        for name, value in trainer.model.state_dict().items()
+    }
+
+
+def batches(trainer: Trainer, count: int) -> list[SequenceBatch]:
+    loader = trainer.loaders["train"]
+    found = [batch for _, batch in zip(range(count), loader.epoch(0), strict=False)]
+    assert len(found) == count
+    return found
+
+
+def test_every_trainable_tensor_moves(run_folder: str, world: World) -> None:
+    trainer, step = make(run_folder, world, network={"use_time_bias": True})
+    before = weights(trainer)
+    for batch in batches(trainer, 3):
+        step(batch)
+    after = weights(trainer)
+    unmoved = [name for name in before if torch.equal(before[name], after[name])]
+    assert unmoved == []
+
+
+def test_gradients_start_from_zero(run_folder: str, world: World) -> None:
+    """At learning rate ~0 two steps on one batch see the same gradient: nothing piles up."""
+    trainer, step = make(run_folder, world, optimizer={"learning_rate": 1e-30})
+    (batch,) = batches(trainer, 1)
+    first, second = step(batch), step(batch)
+    assert first.grad_norm > 0
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
+    assert second.loss == pytest.approx(first.loss, rel=1e-6)
+
+
+def test_overfits_eight_users(run_folder: str, world: World) -> None:
+    trainer, step = make(
+        run_folder, world, optimizer={"learning_rate": 2e-2, "sparse_learning_rate": 0.1}
+    )
+    (batch,) = batches(trainer, 1)
+    losses = [step(batch).loss for _ in range(150)]
+    assert losses[0] > 1.3
+    assert losses[-1] < 0.05
+
+
+def test_clipping_bounds_the_update_but_reports_the_true_norm(
+    run_folder: str, world: World
+) -> None:
+    # SGD with rate 1 moves a parameter by exactly its gradient.
+    overrides = {"optimizer_str": "sgd", "sparse_optimizer_str": "sgd", "learning_rate": 1.0}
+    trainer, step = make(run_folder, world, optimizer=overrides | {"clip_grad": 1e-3})
+    before = weights(trainer)
+    result = step(batches(trainer, 1)[0])
+    after = weights(trainer)
+    dense = [name for name in before if name.startswith("trunk.")]
+    moved = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in dense))
+    assert result.grad_norm > 1e-2
+    assert moved <= 1e-3 * (1 + 1e-4)
+
+
+def _spoil_item_gradient(module: torch.nn.Module, inputs: tuple) -> None:
+    inputs[1]["item"].register_hook(lambda gradient: gradient * math.nan)
+
+
+@pytest.mark.parametrize("where", ["loss", "dense gradient", "table gradient"])
+def test_bad_step_changes_nothing_and_names_its_cause(
+    run_folder: str, world: World, where: str
+) -> None:
+    trainer, step = make(run_folder, world)
+    good, bad, *_ = batches(trainer, 2)
+    step(good)
+    trunk = trainer.model.module.trunk
+    if where == "loss":
+        trunk.head.register_forward_hook(lambda module, inputs, output: output * math.nan)
+        expected = "the loss"
+    elif where == "dense gradient":
+        weight = dict(trunk.named_parameters())["head.layers.0.weight"]
+        weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+        expected = "head.layers.0.weight"
+    else:
+        trunk.register_forward_pre_hook(_spoil_item_gradient)
+        expected = "embeddings of item"
+    before, optimizer_before = weights(trainer), trainer.optimizer.dense_state()
+    optimizer_before = {n: {k: t.clone() for k, t in s.items()} for n, s in optimizer_before.items()}
+    with pytest.raises(NonFiniteError, match=rf"step 2 .*rank 0: .*{expected}"):
+        step(bad)
+    assert step.num_steps == 1
+    after = weights(trainer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for name, state in trainer.optimizer.dense_state().items():
+        assert all(torch.equal(state[key], optimizer_before[name][key]) for key in state)
+
+
+def _nan_on_rank_one(rank: int, world_size: int, folder: str) -> dict:
+    trainer, step = make(folder, cpu_world(rank, world_size), trainer={"train_batch_size": 4})
+    feed = batches(trainer, 3)
+    step(feed[0])
+    step(feed[1])
+    before = weights(trainer)
+    if rank == 1:
+        weight = dict(trainer.model.module.trunk.named_parameters())["head.layers.0.weight"]
+        weight.register_hook(lambda gradient: gradient * math.nan)
+    try:
+        step(feed[2])
+    except NonFiniteError as error:
+        after = weights(trainer)
+        return {"error": str(error), "kept": all(torch.equal(before[n], after[n]) for n in before)}
+    return {"error": "none", "kept": False}
+
+
+def test_two_ranks_see_a_nan_of_one(run_folder: str, two_ranks: TwoRanks) -> None:
+    first, second = two_ranks.run(_nan_on_rank_one, run_folder)
+    for outcome in (first, second):
+        assert "step 3 " in outcome["error"]
+        assert "rank 1: the gradient of head.layers.0.weight" in outcome["error"]
+        assert "rank 0" not in outcome["error"]
+        assert outcome["kept"]
