@@ -148,7 +148,7 @@ class SampleGenerator:
                 for name in self.facts.contextual_feature_names
             ],
             dtype=np.int64,
-        ).reshape(-1, len(ids_S))
+        ).reshape(len(self.facts.contextual_feature_names), len(ids_S))
         gaps_E = self._hash("time", events_E) % np.uint64(_SECONDS_PER_EVENT)
         return PackedSamples(
             history_lengths_S=lengths_S - num_candidates_S,

@@ -35,8 +35,16 @@ class HSTUConfig:
     recompute_input_layernorm: bool = False
     """Do not keep the normalised rows for the backward pass; compute them again."""
     recompute_input_silu: bool = False
-    """Do not keep SiLU's output for the backward pass; compute it again."""
+    """Do not keep SiLU's output for the backward pass; compute it again. Not built yet."""
     deterministic: bool = False
+    """Ask the backend for the same bits every run."""
+
+    def __post_init__(self) -> None:
+        if self.recompute_input_silu:
+            raise NotImplementedError(
+                "NetworkArgs.recompute_input_silu = True is not built yet; set it to False "
+                "(the same numbers from more memory)"
+            )
 
     @property
     def uvqk_features(self) -> int:

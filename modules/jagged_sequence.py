@@ -25,7 +25,7 @@ class JaggedSequence:
     max_seq_len: int
     """No sequence is longer, in tokens."""
     scaling_seqlen: float | Tensor
-    """Divisor of the attention weights; the same for every batch unless the user asked otherwise."""
+    """Divisor of the attention weights; one for all batches unless the user asked otherwise."""
     timestamps_T: Tensor | None = None
     """(T,) int64, for the time bias."""
 

@@ -9,7 +9,7 @@ from ops.position import position_indices
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a learned row per position; which row a token reads: `ops.position`. Parameter: weight."""
+    """Adds a learned row per position (which one: `ops.position`). Parameter: weight."""
 
     def __init__(self, num_positions: int, hidden_size: int, *, max_num_contextuals: int) -> None:
         """Make a table of num_positions rows.

@@ -1,1 +1,1 @@
-"""Operations on tensors, each a contract, a plain reference and backends; imports nothing of ours."""
+"""Operations on tensors: each a contract, a plain reference, backends. Imports nothing of ours."""

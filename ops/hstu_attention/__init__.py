@@ -114,4 +114,9 @@ def hstu_attention(
         return reference.hstu_attention(
             q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
         )
-    raise refuse_unavailable(backend, field="hstu_attention(backend)")
+    if backend == "auto":
+        raise ValueError(
+            "hstu_attention(backend) must be a backend's name, got 'auto'; "
+            "ask choose_backend once, when the model is built"
+        )
+    raise refuse_unavailable(backend, field="hstu_attention(backend)") or AssertionError(backend)

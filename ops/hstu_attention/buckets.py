@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _ROWS_PER_TILE = 128  # measured: smaller tiles skip more future keys but call more kernels
-_WEIGHTS_PER_BUCKET = {"cpu": 100_000, "cuda": 1 << 24}  # b * N * N; one head fits a CPU's L2
+_WEIGHTS_PER_BUCKET = {"cpu": 60_000, "cuda": 1 << 24}  # b * N * N; one head fits a CPU's L2
 _MAX_PADDING = 0.2
 
 
@@ -136,9 +136,7 @@ def _bucket(
     slot_N = torch.arange(main + num_candidates)
     is_main_N = slot_N < main
     candidate_N = slot_N - main
-    is_real = torch.where(
-        is_main_N, slot_N < main_b[:, None], candidate_N < candidates_b[:, None]
-    )
+    is_real = torch.where(is_main_N, slot_N < main_b[:, None], candidate_N < candidates_b[:, None])
     own_index = torch.where(is_main_N, slot_N, main_b[:, None] + candidate_N)
     rows = (starts_b[:, None] + own_index.where(is_real, 0)).flatten()
     in_group_N = candidate_N.clamp(min=0) % rule.target_group_size
@@ -190,7 +188,8 @@ def _tiles(
             tiles.append((main, padded_len, padded_len, _group_mask(num_candidates, rule)[None]))
     if rule.attention_window is None:
         return tiles
-    return [_with_window(tile, num_contextuals, main, positions, rule) for tile in tiles]
+    window = rule.attention_window
+    return [_with_window(tile, num_contextuals, main, positions, window) for tile in tiles]
 
 
 def _group_mask(num_candidates: int, rule: MaskRule) -> Tensor:
@@ -204,7 +203,7 @@ def _with_window(
     num_contextuals: int,
     main: int,
     positions: Tensor,
-    rule: MaskRule,
+    window: int,
 ) -> tuple[int, int, int, Tensor | None]:
     """Return the tile with a mask over all its columns that also cuts what the window hides."""
     start, end, key_end, mask = tile
@@ -212,7 +211,7 @@ def _with_window(
     distance = (positions[:, start:end, None] - positions[:, None, :key_end]).abs()
     is_history_column = (column >= num_contextuals) & (column < main)
     is_contextual_row = torch.arange(start, end)[:, None] < num_contextuals
-    seen = (distance < rule.attention_window) | ~is_history_column | is_contextual_row
+    seen = (distance < window) | ~is_history_column | is_contextual_row
     if mask is not None:
         seen[..., key_end - mask.shape[-1] :] &= mask.bool()
     return start, end, key_end, seen

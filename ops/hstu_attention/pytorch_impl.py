@@ -37,9 +37,7 @@ def hstu_attention(
         dtype=q_THA.dtype,
         device=q_THA.device,
     )
-    return _Attention.apply(
-        q_THA, k_THA, v_THV, spec.position_bias, spec.time_bias, spec, plan
-    )
+    return _Attention.apply(q_THA, k_THA, v_THV, spec.position_bias, spec.time_bias, spec, plan)
 
 
 class _Attention(torch.autograd.Function):

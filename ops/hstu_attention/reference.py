@@ -33,27 +33,32 @@ def hstu_attention(
     return torch.cat(outputs)
 
 
-def visible(num_contextuals: int, num_history: int, num_candidates: int, spec: AttentionSpec):
+def visible(
+    num_contextuals: int, num_history: int, num_candidates: int, spec: AttentionSpec
+) -> Tensor:
     """Return the mask M (n, n), bool, of one user: [i, j] says that row i sees column j."""
-    n = num_contextuals + num_history + num_candidates
-    seen = torch.zeros(n, n, dtype=torch.bool)
-    position = positions(num_contextuals, num_history, num_candidates, spec.target_group_size)
     first_candidate = num_contextuals + num_history
-    for i in range(n):
-        for j in range(n):
-            row_is_contextual = i < num_contextuals
-            if j >= first_candidate:
-                row_group = (i - first_candidate) // spec.target_group_size
-                column_group = (j - first_candidate) // spec.target_group_size
-                seen[i, j] = i >= first_candidate and row_group == column_group and j <= i
-            elif not spec.is_causal or (row_is_contextual and not spec.disable_contextual_mask):
-                seen[i, j] = True
-            else:
-                seen[i, j] = j <= i
-            is_history_column = num_contextuals <= j < first_candidate
-            if spec.attention_window is not None and is_history_column and not row_is_contextual:
-                distance = abs(int(position[i]) - int(position[j]))
-                seen[i, j] &= distance < spec.attention_window
+    index = torch.arange(first_candidate + num_candidates)
+    row, column = index[:, None], index[None, :]
+    causal = column <= row
+    contextual_row = row < num_contextuals
+    candidate_column = column >= first_candidate
+    history_column = (column >= num_contextuals) & ~candidate_column
+
+    sees_all = torch.full_like(causal, not spec.is_causal)
+    if not spec.disable_contextual_mask:
+        sees_all = sees_all | contextual_row
+    seen = (causal | sees_all) & ~candidate_column
+
+    row_group = (row - first_candidate) // spec.target_group_size
+    column_group = (column - first_candidate) // spec.target_group_size
+    own_group = (row >= first_candidate) & candidate_column & (row_group == column_group)
+    seen = seen | (own_group & causal)
+
+    if spec.attention_window is not None:
+        p = positions(num_contextuals, num_history, num_candidates, spec.target_group_size)
+        near = (p[:, None] - p[None, :]).abs() < spec.attention_window
+        seen = seen & (near | ~history_column | contextual_row)
     return seen
 
 
@@ -66,7 +71,14 @@ def positions(
     return torch.cat([own, first_candidate + torch.arange(num_candidates) % target_group_size])
 
 
-def _attend(q_NHA, k_NHA, v_NHV, counts, times_N, spec: AttentionSpec) -> Tensor:
+def _attend(
+    q_NHA: Tensor,
+    k_NHA: Tensor,
+    v_NHV: Tensor,
+    counts: tuple[int, int, int],
+    times_N: Tensor | None,
+    spec: AttentionSpec,
+) -> Tensor:
     compute_dtype = torch.float64 if q_NHA.dtype == torch.float64 else torch.float32
     q, k, v = (x.to(compute_dtype) for x in (q_NHA, k_NHA, v_NHV))
     scores_HNN = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
@@ -79,7 +91,9 @@ def _attend(q_NHA, k_NHA, v_NHV, counts, times_N, spec: AttentionSpec) -> Tensor
         times = times_N if times_N is not None else torch.zeros(0, device=q.device)
         elapsed_NN = (times[:, None] - times[None, :]).abs().clamp(min=1).double()
         bucket_NN = (elapsed_NN.log() / 0.301).floor().long()
-        scores_HNN = scores_HNN + spec.time_bias[:, bucket_NN.clamp(max=spec.time_bias.shape[1] - 1)]
+        scores_HNN = (
+            scores_HNN + spec.time_bias[:, bucket_NN.clamp(max=spec.time_bias.shape[1] - 1)]
+        )
     weights_HNN = torch.nn.functional.silu(scores_HNN) / spec.scaling_seqlen
     weights_HNN = weights_HNN * visible(*counts, spec).to(q.device)
     return torch.einsum("hij,jhd->ihd", weights_HNN, v).to(v_NHV.dtype)

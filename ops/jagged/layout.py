@@ -1,7 +1,7 @@
 """Where every row of a batch stands in the token sequence of its user.
 
-    contextual 0..c-1 | item 0, action 0, item 1, action 1, ... (history) | candidate items
-    without actions:  contextual 0..c-1 | item 0, item 1, ... (history)   | candidate items
+contextual 0..c-1 | item 0, action 0, item 1, action 1, ... (history) | candidate items
+without actions:  contextual 0..c-1 | item 0, item 1, ... (history)   | candidate items
 """
 
 from dataclasses import dataclass
@@ -34,6 +34,10 @@ class TokenLayout:
     """(T,) int64, the item event of each token (contextual: the user's first; E where none is)."""
     candidate_events_C: Tensor
     """(C,) int64, the rows of the item events that are candidates, in packed order."""
+    item_tokens_E: Tensor
+    """(E,) int64, the token of every item event, history and candidates, in packed item order."""
+    candidate_tokens_C: Tensor
+    """(C,) int64, the token of every candidate, in packed order: what ranking supervises."""
     num_contextual_rows: int
     num_item_rows: int
     num_action_rows: int
@@ -42,16 +46,6 @@ class TokenLayout:
     def num_tokens(self) -> int:
         """Return T."""
         return self.source_T.shape[0]
-
-    @property
-    def item_tokens_E(self) -> Tensor:
-        """Return the token of every item event, history and candidates, in packed item order."""
-        return self.token_T.narrow(0, self.num_contextual_rows, self.num_item_rows)
-
-    @property
-    def candidate_tokens_C(self) -> Tensor:
-        """Return the token of every candidate, in packed order: the supervised tokens of ranking."""
-        return self.item_tokens_E.index_select(0, self.candidate_events_C)
 
     def token_timestamps(self, timestamps_E: Tensor) -> Tensor:
         """Return the time of each token, (T,), from the times of the item events.
@@ -124,6 +118,7 @@ def build_token_layout(
     )
     source_T = torch.empty_like(token_T)
     source_T[token_T] = torch.arange(token_T.numel(), device=token_T.device)
+    candidate_events_C = (event_offsets_B + history_B)[user_C] + index_C
     return TokenLayout(
         seq_offsets_B1=seq_offsets_B1,
         num_contextuals_B=contextuals_B,
@@ -131,7 +126,9 @@ def build_token_layout(
         source_T=source_T,
         token_T=token_T,
         event_T=event_of_source.index_select(0, source_T),
-        candidate_events_C=(event_offsets_B + history_B)[user_C] + index_C,
+        candidate_events_C=candidate_events_C,
+        item_tokens_E=item_token_E,
+        candidate_tokens_C=item_token_E.index_select(0, candidate_events_C),
         num_contextual_rows=num_contextual_rows,
         num_item_rows=num_item_rows,
         num_action_rows=num_action_rows,

@@ -34,7 +34,7 @@ def check_offsets(offsets: Tensor, *, num_rows: int, name: str = "seq_offsets") 
 
 
 def check_counts(counts: Tensor, *, name: str, num_users: int) -> None:
-    """Raise ValueError unless counts is (B,) of non-negative integers (values: CPU tensors only)."""
+    """Raise ValueError unless counts is (B,) of integers, on a CPU tensor also none negative."""
     if counts.shape != (num_users,):
         raise ValueError(f"{name} must have shape ({num_users},), got {tuple(counts.shape)}")
     if counts.dtype not in (torch.int32, torch.int64):

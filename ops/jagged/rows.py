@@ -43,7 +43,10 @@ def interleave_rows(
 
 
 def take_rows(rows_TD: Tensor, index_N: Tensor) -> Tensor:
-    """Return rows_TD[index_N], (N, D). The index must not repeat: gradients are copied, not added."""
+    """Return rows_TD[index_N], (N, D).
+
+    The index must not repeat: gradients are copied, not added.
+    """
     return _TakeRows.apply(rows_TD, index_N)
 
 

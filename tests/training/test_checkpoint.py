@@ -1,0 +1,155 @@
+"""Checkpoints: bit-equal round trips, also to another world size, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.experiments import cpu_world, synthetic_experiment
+from tests.support.two_ranks import TwoRanks
+from training.checkpoint import latest_checkpoint, read_state
+from training.distributed import World
+from training.trainer import Trainer
+
+
+def full_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Weights and optimizer state, sharded tensors gathered on every rank."""
+    flat: dict[str, Tensor] = {}
+    for name, value in trainer.model.state_dict().items():
+        flat[name] = _gathered(value, trainer.world.world_size)
+    for name, entries in trainer.optimizer.tables.state_dict()["state"].items():
+        for key, value in entries.items():
+            flat[f"{name}/{key}"] = _gathered(value, trainer.world.world_size)
+    for name, entries in trainer.optimizer.dense_state().items():
+        flat |= {f"{name}/{key}": value.clone() for key, value in entries.items()}
+    return flat
+
+
+def _gathered(value: Any, world_size: int) -> Tensor:
+    if not hasattr(value, "local_shards"):
+        return value.clone()
+    import torch.distributed as dist
+
+    own = [(s.metadata.shard_offsets[0], s.tensor.clone()) for s in value.local_shards()]
+    shards: list[Any] = [None] * world_size
+    dist.all_gather_object(shards, own)
+    return torch.cat([rows for _, rows in sorted(sum(shards, []), key=lambda shard: shard[0])])
+
+
+def _run(rank: int, world_size: int, folder: str, resume: str | None, steps: int) -> Any:
+    trainer_args = {"max_train_iters": steps, "resume": resume, "train_batch_size": 8 // world_size}
+    experiment = synthetic_experiment(folder, trainer=trainer_args)
+    trainer = Trainer(experiment, world=cpu_world(rank, world_size))
+    before = full_state(trainer)
+    trainer.fit()
+    return {"before": before, "after": full_state(trainer)}
+
+
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert different == []
+
+
+def test_two_to_one_to_two_is_bit_equal(
+    tmp_path: Path, world: World, two_ranks: TwoRanks
+) -> None:
+    folder = str(tmp_path / "run")
+    (first, _) = two_ranks.run(_run, folder, None, 3)
+    checkpoint = str(tmp_path / "run/checkpoints/step-00000003")
+    alone = _run(0, 1, folder, checkpoint, 5)
+    assert_same(alone["before"], first["after"])
+    checkpoint = str(tmp_path / "run/checkpoints/step-00000005")
+    (again, _) = two_ranks.run(_run, folder, checkpoint, 6)
+    assert_same(again["before"], alone["after"])
+    moments = [name for name in first["after"] if "momentum" in name or "exp_avg" in name]
+    assert any(first["after"][name].abs().sum() > 0 for name in moments)
+
+
+def test_only_the_newest_are_kept(run_folder: str, world: World) -> None:
+    trainer_args = {"max_train_iters": 5, "ckpt_save_interval": 1, "ckpt_keep_last": 2}
+    Trainer(synthetic_experiment(run_folder, trainer=trainer_args), world=world).fit()
+    kept = sorted(path.name for path in (Path(run_folder) / "checkpoints").iterdir())
+    assert kept == ["step-00000004", "step-00000005"]
+
+
+def test_zero_interval_saves_nothing(run_folder: str, world: World) -> None:
+    trainer_args = {"max_train_iters": 1, "ckpt_save_interval": 0}
+    Trainer(synthetic_experiment(run_folder, trainer=trainer_args), world=world).fit()
+    assert not (Path(run_folder) / "checkpoints").exists()
+
+
+def test_an_unfinished_folder_is_never_the_latest(tmp_path: Path) -> None:
+    for name in ("step-00000002", "step-00000010"):
+        (tmp_path / name).mkdir()
+    assert latest_checkpoint(tmp_path) is None
+    (tmp_path / "step-00000002" / "state.json").write_text("{}")
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.name == "step-00000002"
+
+
+def test_failed_save_keeps_the_older_checkpoint(
+    run_folder: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(synthetic_experiment(run_folder), world=world)
+    saved = trainer.checkpointer.save(1, {})
+
+    def full_disk(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("training.checkpoint.dcp.save", full_disk)
+    with pytest.raises(RuntimeError, match=r"step 2 .*No space left.*step-00000001"):
+        trainer.checkpointer.save(2, {})
+    assert [path.name for path in saved.parent.iterdir()] == ["step-00000001"]
+    assert read_state(saved)["step"] == 1
+
+
+@pytest.fixture
+def saved(run_folder: str, world: World) -> Path:
+    Trainer(synthetic_experiment(run_folder, trainer={"max_train_iters": 1}), world=world).fit()
+    return Path(run_folder) / "checkpoints" / "step-00000001"
+
+
+def resume(saved: Path, world: World, **network: Any) -> Trainer:
+    trainer_args = {"max_train_iters": 2, "resume": str(saved)}
+    experiment = synthetic_experiment(
+        str(saved.parent.parent), trainer=trainer_args, network=network
+    )
+    return Trainer(experiment, world=world)
+
+
+def test_damaged_file_is_named(saved: Path, world: World) -> None:
+    (data,) = saved.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 3])
+    with pytest.raises(RuntimeError, match=r"step-00000001 cannot be loaded"):
+        resume(saved, world)
+
+
+def test_other_format_is_refused(saved: Path, world: World) -> None:
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps(state | {"format_version": 99}))
+    with pytest.raises(ValueError, match="format_version must be 1, got 99"):
+        resume(saved, world)
+
+
+@pytest.mark.parametrize("path", ["nowhere", "."])
+def test_no_checkpoint_there_is_one_clear_error(
+    tmp_path: Path, world: World, path: str
+) -> None:
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        resume(tmp_path / path, world)
+
+
+def test_other_model_is_refused_naming_the_field(saved: Path, world: World) -> None:
+    with pytest.raises(ValueError, match=r"NetworkArgs.num_layers must be 2 .* got 3"):
+        resume(saved, world, num_layers=3)
+
+
+def test_settings_that_keep_the_model_are_free(saved: Path, world: World) -> None:
+    assert resume(saved, world, hidden_dropout=0.5, kernel_backend="pytorch").first_step == 1

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from configs.schema import OptimizerArgs
+from tests.support.experiments import synthetic_experiment
+from training.distributed import World
+from training.optimizer import learning_rate_factor, resolve_table_optimizer
+from training.step import TrainStep
+from training.trainer import Trainer
+
+
+def args(**values: object) -> OptimizerArgs:
+    return OptimizerArgs(**({"optimizer_str": "adam", "learning_rate": 1e-2} | values))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ("constant", 1, 0.25),
+        ("constant", 4, 1.0),
+        ("constant", 99, 1.0),
+        ("linear", 9, 0.5),
+        ("linear", 14, 0.0),
+        ("linear", 20, 0.0),
+        ("cosine", 4, 1.0),
+        ("cosine", 9, 0.5),
+        ("cosine", 14, 0.0),
+    ],
+)
+def test_schedule_warms_up_then_falls(schedule: str, step: int, expected: float) -> None:
+    settings = args(warmup_steps=4, lr_schedule=schedule)
+    assert learning_rate_factor(settings, step=step, num_steps=14) == pytest.approx(expected)
+
+
+def test_auto_is_adam_on_a_gpu_and_rowwise_adagrad_on_the_cpu() -> None:
+    assert resolve_table_optimizer(args(), "cuda") == "adam"
+    assert resolve_table_optimizer(args(), "cpu") == "rowwise_adagrad"
+
+
+def test_adam_on_cpu_tables_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="sparse_optimizer_str .* got 'adam'.*'auto'"):
+        resolve_table_optimizer(args(sparse_optimizer_str="adam"), "cpu")
+
+
+def test_schedule_reaches_dense_weights_and_tables(run_folder: str, world: World) -> None:
+    """With a cosine that has ended, nothing moves any more."""
+    experiment = synthetic_experiment(
+        run_folder, trainer={"max_train_iters": 2}, optimizer={"lr_schedule": "linear"}
+    )
+    trainer = Trainer(experiment, world=world)
+    step = TrainStep(trainer.model.module, trainer.optimizer)
+    batch = next(trainer.loaders["train"].epoch(0))
+    assert step(batch).learning_rate == pytest.approx(5e-3)
+    before = {name: _plain(value).clone() for name, value in trainer.model.state_dict().items()}
+    assert step(batch).learning_rate == 0.0
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(_plain(value), before[name]), name
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
+
+
+def test_row_wise_adagrad_is_what_it_says(run_folder: str, world: World) -> None:
+    """One step of a table row against the formula: one accumulator a row, the mean square."""
+    experiment = synthetic_experiment(
+        run_folder,
+        optimizer={"sparse_optimizer_str": "rowwise_adagrad", "sparse_learning_rate": 0.1},
+    )
+    trainer = Trainer(experiment, world=world)
+    model = trainer.model.module
+    batch = next(trainer.loaders["train"].epoch(0))
+    table = trainer.model.state_dict()["tables.collections.0.embeddings.item.weight"]
+    rows = table.local_shards()[0].tensor
+    before = rows.clone()
+    captured: list[torch.Tensor] = []
+    model.trunk.register_forward_pre_hook(
+        lambda module, inputs: captured.append(inputs[1]["item"]) and None
+    )
+    trainer.model.train()
+    TrainStep(model, trainer.optimizer)(batch)
+    ids = batch.features["item"].values()
+    gradient = torch.zeros_like(before).index_add_(0, ids, captured[0].grad)
+    root = gradient.square().mean(dim=1, keepdim=True).sqrt()
+    expected = before - 0.1 * gradient / (root + experiment.optimizer.adam_eps)
+    touched = ids.unique()
+    torch.testing.assert_close(rows[touched], expected[touched], rtol=1e-4, atol=1e-6)
+    untouched = torch.ones(len(rows), dtype=torch.bool).index_fill_(0, touched, False)
+    assert torch.equal(rows[untouched], before[untouched])
