@@ -53,8 +53,8 @@ def read_movielens(dataset_name: str, raw: RawFiles, facts: DatasetFacts, work: 
     if raw.users is not None:
         users, vocabularies = _read_users(dataset_name, raw.users, raw.layout)
     ratings = _read_ratings(raw.ratings, raw.layout, facts, work, users)
-    # A stable sort: equal times keep the order of the file, never that of the item ids.
-    ratings = ratings.sort("user", "timestamp", maintain_order=True)
+    # Equal times keep the order of the file: not that of the item ids, nor of the reader's threads.
+    ratings = ratings.sort("user", "timestamp", "line_number")
     counts = ratings.group_by("user", maintain_order=True).len().rename({"user": "user_id"})
     if users is None:
         users = counts.select("user_id")
@@ -62,14 +62,14 @@ def read_movielens(dataset_name: str, raw: RawFiles, facts: DatasetFacts, work: 
     count = pl.col("len").fill_null(0).cast(pl.Int64)
     users = users.with_columns(event_offset=count.cum_sum() - count, event_count=count).drop("len")
     num_items = ratings["item"].n_unique()
-    events = ratings.drop("user").rename({"item": "item_id"})
+    events = ratings.select(pl.col("item").alias("item_id"), "label", "timestamp")
     return Tables(events=events, users=users, num_items=num_items, vocabularies=vocabularies)
 
 
 def _read_ratings(
     file: RawFile, layout: Layout, facts: DatasetFacts, work: Path, users: pl.DataFrame | None
 ) -> pl.DataFrame:
-    """Columns user, item, label, timestamp in file order."""
+    """Columns user, item, label, timestamp, line_number."""
     path = file.unpacked(work)
     columns = _rating_columns(file, path, layout)
     parsed = _parse_ratings(path, layout, columns, facts)
@@ -81,7 +81,8 @@ def _read_ratings(
         known,
     )
     try:
-        table = parsed.select(*_RATING_FIELDS, fine.alias("fine")).collect(engine="streaming")
+        columns_read = parsed.select(*_RATING_FIELDS, "line_number", fine.alias("fine"))
+        table = columns_read.collect(engine="streaming")
     except pl.exceptions.ComputeError as error:
         raise ValueError(_undecodable(file, path, error)) from None
     if table.is_empty():

@@ -40,7 +40,11 @@ def table_specs(experiment: ExperimentArgs, facts: FeatureFacts) -> list[TableSp
     given = {f: args for args in _embedding_args(experiment) for f in args.feature_names}
     placed: set[str] = set()
     for feature, num_rows in facts.vocab_sizes.items():
-        dim = network.contextual_embedding_dim if feature in contextual else network.item_embedding_dim
+        dim = (
+            network.contextual_embedding_dim
+            if feature in contextual
+            else network.item_embedding_dim
+        )
         args = given.get(feature)
         is_large = num_rows > MAX_REPLICATED_ROWS
         is_sharded = feature == facts.item_feature_name or is_large

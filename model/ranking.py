@@ -123,4 +123,3 @@ class RankingModel(nn.Module):
     def forward(self, batch: SequenceBatch) -> RankingOutput:
         """See `RankingTrunk.forward`."""
         return self.trunk(batch, lookup_results(self.tables(batch.features)))
-

@@ -1,7 +1,7 @@
 """From embedding rows to the token sequence that enters the HSTU stack.
 
-    contextual ... | item 0, action 0, item 1, action 1, ...      | candidate items ...
-    -> project to hidden size where widths differ -> add positions -> dropout
+contextual ... | item 0, action 0, item 1, action 1, ...      | candidate items ...
+-> project to hidden size where widths differ -> add positions -> dropout
 """
 
 from collections.abc import Mapping

@@ -36,5 +36,7 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
     [ "$nproc" != 1 ] || OMP_NUM_THREADS=$(physical_cores)
     export OMP_NUM_THREADS
 fi
+# Idle threads sleep instead of spinning: on a machine that others use too, spinning costs ten times.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 exec "$bin/torchrun" --standalone --nproc_per_node "$nproc" pretrain_gr_ranking.py \
     --gin-config-file movielens_ranking.gin "$@"

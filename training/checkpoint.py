@@ -67,7 +67,7 @@ class Checkpointer:
         folder: where ``step-N`` folders go.
         model, optimizer: what is saved.
         operative_config: text of the run's settings, kept in every checkpoint.
-        keep_last: number of newest checkpoints that stay.
+        keep_last: number of newest checkpoints that stay, None for all.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Checkpointer:
         model: DistributedModelParallel,
         optimizer: RunOptimizer,
         operative_config: str,
-        keep_last: int,
+        keep_last: int | None,
     ) -> None:
         self._folder = folder
         self._world = world
@@ -118,9 +118,7 @@ class Checkpointer:
             )
         return final
 
-    def _publish(
-        self, aside: Path, final: Path, step: int, data_state: Mapping[str, Any]
-    ) -> None:
+    def _publish(self, aside: Path, final: Path, step: int, data_state: Mapping[str, Any]) -> None:
         state = {
             "format_version": FORMAT_VERSION,
             "step": step,
@@ -132,9 +130,9 @@ class Checkpointer:
         (aside / _STATE_NAME).write_text(json.dumps(state, indent=1), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
-        steps = sorted(self._folder.glob("step-*"))
-        for old in steps[: -self._keep_last]:
-            shutil.rmtree(old, ignore_errors=True)
+        if self._keep_last is not None:
+            for old in sorted(self._folder.glob("step-*"))[: -self._keep_last]:
+                shutil.rmtree(old, ignore_errors=True)
         logger.info("saved %s", final)
 
     def load(self, checkpoint: Path) -> dict[str, Any]:

@@ -107,15 +107,15 @@ class RunOptimizer:
         return factor * self._args.learning_rate
 
     def dense_state(self) -> dict[str, Any]:
-        """Live state tensors of the dense optimizer by parameter name, zeros before the first step."""
-        return get_optimizer_state_dict(self._trunk, self.dense)["state"]
+        """Live state tensors of the dense optimizer by parameter name, zeros before step one."""
+        state = get_optimizer_state_dict(self._trunk, self.dense)["state"]
+        assert isinstance(state, dict)
+        return state
 
     def load_dense_state(self, state: dict[str, Any]) -> None:
         """Takes over what ``dense_state`` gave, after a checkpoint was read into it."""
         groups = get_optimizer_state_dict(self._trunk, self.dense)["param_groups"]
-        set_optimizer_state_dict(
-            self._trunk, self.dense, {"state": state, "param_groups": groups}
-        )
+        set_optimizer_state_dict(self._trunk, self.dense, {"state": state, "param_groups": groups})
 
     def step(self) -> None:
         """Updates the dense parameters; the tables' rows were updated inside backward."""

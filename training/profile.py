@@ -5,7 +5,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from configs.schema import TrainerArgs

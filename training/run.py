@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,22 +43,22 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
                     trainer.load_weights(Path(evaluate))
             if evaluate is not None:
                 for fold in ("validation", "test"):
-                    _print(world.is_main, {"split": fold} | trainer.evaluate(fold))
+                    _print(world.is_main, trainer.evaluate(fold), split=fold)
                 return
             try:
                 figures = trainer.fit()
             except NonFiniteError as error:
-                print(f"error: rank {world.rank}: {error}", file=sys.stderr)
+                sys.stderr.write(f"error: rank {world.rank}: {error}\n")
                 raise SystemExit(1) from None
-            _print(world.is_main, {"split": "test", "run": str(trainer.folder)} | figures)
+            _print(world.is_main, figures, split="test", run=str(trainer.folder))
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     launched()
 
 
-def _print(is_main: bool, figures: dict[str, object]) -> None:
+def _print(is_main: bool, figures: Mapping[str, float], **labels: str) -> None:
     if is_main:
-        sys.stdout.write(json.dumps(figures) + "\n")
+        sys.stdout.write(json.dumps({**labels, **figures}) + "\n")
         sys.stdout.flush()
 
 

@@ -46,9 +46,7 @@ def shard_tables(
         ),
         batch_size=batch_size,
         constraints={
-            spec.name: ParameterConstraints(
-                sharding_types=["row_wise"], compute_kernels=["fused"]
-            )
+            spec.name: ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
             for spec in specs
             if spec.is_sharded
         },

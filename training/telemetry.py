@@ -155,6 +155,4 @@ def _records_up_to(path: Path, last_step: int) -> list[str]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     # A line cut short by a crash has no newline and is dropped with what came after it.
-    return [
-        line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step
-    ]
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]

@@ -61,9 +61,7 @@ class Trainer:
         initialize_tables(self.model, seed=trainer.seed, scale=0.02)
         # Replicas start equal; dropout must differ between ranks, or they repeat each other.
         torch.manual_seed(trainer.seed * 1_000_003 + world.rank)
-        self.optimizer = RunOptimizer(
-            self.model, experiment.optimizer, num_steps=self.num_steps
-        )
+        self.optimizer = RunOptimizer(self.model, experiment.optimizer, num_steps=self.num_steps)
         self.checkpointer = Checkpointer(
             checkpoint_folder(experiment, self.folder),
             world=world,
@@ -129,9 +127,7 @@ class Trainer:
     def evaluate(self, fold: str) -> dict[str, float]:
         """Loss and metrics of "validation" or "test" with the present weights."""
         limit = self.experiment.trainer.max_eval_iters
-        return evaluate(
-            self.model.module, self.loaders[fold], world=self.world, max_batches=limit
-        )
+        return evaluate(self.model.module, self.loaders[fold], world=self.world, max_batches=limit)
 
     def fit(self) -> dict[str, float]:
         """Trains to the last step, saves, and returns the figures of the test fold.
@@ -158,9 +154,7 @@ class Trainer:
         telemetry = Telemetry(
             self.folder, world=self.world, num_steps=self.num_steps, first_step=self.first_step
         )
-        profiler = StepProfiler(
-            trainer, self.folder, world=self.world, first_step=self.first_step
-        )
+        profiler = StepProfiler(trainer, self.folder, world=self.world, first_step=self.first_step)
         with telemetry, profiler:
             for segment in self._segments():
                 while True:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _ROWS_PER_TILE = 128  # measured: smaller tiles skip more future keys but call more kernels
-_WEIGHTS_PER_BUCKET = {"cpu": 60_000, "cuda": 1 << 24}  # b * N * N; one head fits a CPU's L2
+_WEIGHTS_PER_BUCKET = {"cpu": 100_000, "cuda": 1 << 24}  # b * N * N; one head fits a CPU's L2
 _MAX_PADDING = 0.2
 
 

@@ -161,7 +161,9 @@ def _share(rank: int, world_size: int, sizes: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes", [[52, 51], [103, 0], [1, 102]], ids=str)
-def test_figures_do_not_depend_on_the_number_of_ranks(two_ranks: TwoRanks, sizes: list[int]) -> None:
+def test_figures_do_not_depend_on_the_number_of_ranks(
+    two_ranks: TwoRanks, sizes: list[int]
+) -> None:
     expected = collected(events(), batch=8)
     for found in two_ranks.run(_share, sizes):
         assert found["num_events"] == NUM_EVENTS

@@ -56,9 +56,7 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert different == []
 
 
-def test_two_to_one_to_two_is_bit_equal(
-    tmp_path: Path, world: World, two_ranks: TwoRanks
-) -> None:
+def test_two_to_one_to_two_is_bit_equal(tmp_path: Path, world: World, two_ranks: TwoRanks) -> None:
     folder = str(tmp_path / "run")
     (first, _) = two_ranks.run(_run, folder, None, 3)
     checkpoint = str(tmp_path / "run/checkpoints/step-00000003")
@@ -139,9 +137,7 @@ def test_other_format_is_refused(saved: Path, world: World) -> None:
 
 
 @pytest.mark.parametrize("path", ["nowhere", "."])
-def test_no_checkpoint_there_is_one_clear_error(
-    tmp_path: Path, world: World, path: str
-) -> None:
+def test_no_checkpoint_there_is_one_clear_error(tmp_path: Path, world: World, path: str) -> None:
     with pytest.raises(ValueError, match="not a complete checkpoint"):
         resume(tmp_path / path, world)
 

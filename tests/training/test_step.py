@@ -110,7 +110,9 @@ def test_bad_step_changes_nothing_and_names_its_cause(
         trunk.register_forward_pre_hook(_spoil_item_gradient)
         expected = "embeddings of item"
     before, optimizer_before = weights(trainer), trainer.optimizer.dense_state()
-    optimizer_before = {n: {k: t.clone() for k, t in s.items()} for n, s in optimizer_before.items()}
+    optimizer_before = {
+        n: {k: t.clone() for k, t in s.items()} for n, s in optimizer_before.items()
+    }
     with pytest.raises(NonFiniteError, match=rf"step 2 .*rank 0: .*{expected}"):
         step(bad)
     assert step.num_steps == 1

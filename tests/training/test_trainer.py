@@ -215,7 +215,9 @@ def union_experiment(folder: str, data: str, *, batch_size: int) -> ExperimentAr
 def test_two_processes_equal_one_on_the_union_batch(
     movielens: Path, tmp_path: Path, world: World, two_ranks: TwoRanks
 ) -> None:
-    one = Trainer(union_experiment(str(tmp_path / "one"), str(movielens), batch_size=8), world=world)
+    one = Trainer(
+        union_experiment(str(tmp_path / "one"), str(movielens), batch_size=8), world=world
+    )
     expected = one.fit()
     results = two_ranks.run(_train_on_two, str(tmp_path / "two"), str(movielens))
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
