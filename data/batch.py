@@ -31,7 +31,7 @@ class SequenceBatch(Pipelineable):
     """Stride B; keys in order: the item feature, the action feature if any, contextual features.
     Lengths: history + candidates; history only; 1 each (all 0 for padding users)."""
     labels_E: torch.Tensor
-    """Class id or bit mask of every item event; an action input is the label of its event."""
+    """Class id or bit mask of every item event; the action input of a history event says the same."""
     num_candidates_B: torch.Tensor
     """How many of a user's last item events are candidates."""
     timestamps_E: torch.Tensor
@@ -131,6 +131,7 @@ class PackedSamples:
     num_candidates_S: np.ndarray
     items_E: np.ndarray
     labels_E: np.ndarray
+    actions_E: np.ndarray
     timestamps_E: np.ndarray
     contextual_FS: np.ndarray
     sample_ids_S: np.ndarray
@@ -158,7 +159,7 @@ def collate(
     tokens_S = item_lengths_S + len(contextual_feature_names)
     if action_feature_name is not None:
         keys.append(action_feature_name)
-        values.append(samples.labels_E[_is_history(samples)])
+        values.append(samples.actions_E[_is_history(samples)])
         lengths.append(samples.history_lengths_S)
         tokens_S = tokens_S + samples.history_lengths_S
     keys.extend(contextual_feature_names)

@@ -105,11 +105,13 @@ class EventDataset:
         candidates_begin_S = samples.candidates_begin_S[indices_S]
         users_S = samples.user_rows_S[indices_S]
         events_E = ranges(begin_S, end_S - begin_S)
+        labels_E = store.labels_N[events_E].astype(np.int64)
         packed = PackedSamples(
             history_lengths_S=candidates_begin_S - begin_S,
             num_candidates_S=end_S - candidates_begin_S,
             items_E=store.items_N[events_E].astype(np.int64, copy=False),
-            labels_E=store.labels_N[events_E].astype(np.int64),
+            labels_E=labels_E,
+            actions_E=labels_E,
             timestamps_E=store.timestamps_N[events_E],
             contextual_FS=store.contextual_FU[:, users_S],
             sample_ids_S=indices_S + self.first_sample_id,

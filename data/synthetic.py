@@ -38,9 +38,6 @@ def build_synthetic(
         global_batch_size: users a batch over all ranks.
         num_tasks: more than one makes labels bit masks with a bit per task.
         num_classes: with one task, labels are classes 0..num_classes - 1.
-
-    Raises:
-        ValueError: the labels do not fit the table of the action feature.
     """
     label_kind, width = ("bitmask", num_tasks) if num_tasks > 1 else ("classes", num_classes)
     generator = SampleGenerator(args, seed=seed, label_kind=label_kind, num_classes=width)
@@ -100,13 +97,8 @@ class SampleGenerator:
         groups = {name: group for group in args.feature_args for name in group.feature_names}
         action = () if args.action_feature_name is None else (args.action_feature_name,)
         used = (args.item_feature_name, *action, *args.contextual_feature_names)
-        num_labels = num_classes if label_kind == "classes" else 2**num_classes
-        for name in action:
-            if rows[name] < num_labels:
-                raise ValueError(
-                    f"EmbeddingArgs.item_vocab_size_or_capacity for feature {name!r} must be >= "
-                    f"{num_labels} (every label is an id), got {rows[name]}"
-                )
+        # A label beyond the action table is folded into it: with eight tasks a mask has 256 values.
+        self._num_actions = rows[action[0]] if action else 1
         self.facts = FeatureFacts(
             item_feature_name=args.item_feature_name,
             action_feature_name=args.action_feature_name,
@@ -150,11 +142,13 @@ class SampleGenerator:
             dtype=np.int64,
         ).reshape(len(self.facts.contextual_feature_names), len(ids_S))
         gaps_E = self._hash("time", events_E) % np.uint64(_SECONDS_PER_EVENT)
+        labels_E = self._labels(ids_S, contextual_FS, items_E, owner_E, events_E)
         return PackedSamples(
             history_lengths_S=lengths_S - num_candidates_S,
             num_candidates_S=num_candidates_S,
             items_E=items_E,
-            labels_E=self._labels(ids_S, contextual_FS, items_E, owner_E, events_E),
+            labels_E=labels_E,
+            actions_E=labels_E % self._num_actions,
             timestamps_E=_FIRST_SECOND + positions_E * _SECONDS_PER_EVENT + gaps_E.astype(np.int64),
             contextual_FS=contextual_FS,
             sample_ids_S=ids_S,

@@ -17,6 +17,7 @@ def _packed(histories: list[int], candidates: list[int], num_contextuals: int = 
         num_candidates_S=np.array(candidates, np.int64),
         items_E=100 + np.arange(num_events),
         labels_E=np.arange(num_events),
+        actions_E=np.arange(num_events),
         timestamps_E=1000 + np.arange(num_events),
         contextual_FS=np.arange(num_contextuals * num_users).reshape(num_contextuals, num_users),
         sample_ids_S=50 + np.arange(num_users),

@@ -143,9 +143,12 @@ def test_classes_are_about_equally_frequent(num_classes):
     assert shares.min() > 0.6 / num_classes
 
 
-def test_labels_that_do_not_fit_the_action_table_are_refused():
-    with pytest.raises(ValueError, match=r"feature 'act' must be >= 512 .* got 256"):
-        _build(num_tasks=9)
+def test_labels_beyond_the_action_table_are_folded_into_it():
+    """Nine tasks have 512 masks: the label keeps all bits, the action input has 256 ids."""
+    batch = _all(_build(num_tasks=9).train)
+    actions = batch.features["act"].values()
+    assert batch.labels_E.max() > 255
+    assert 200 < actions.max() < 256
 
 
 def test_actions_and_contextual_features_may_be_absent():

@@ -35,8 +35,9 @@ def make_batch(**changes: Any) -> SequenceBatch:
         "sample_ids_S": np.arange(3),
         "user_ids_S": np.array([11, 12, 13]),
     }
+    samples |= changes
     return collate(
-        PackedSamples(**(samples | changes)),
+        PackedSamples(actions_E=samples["labels_E"], **samples),
         batch_size=4,
         item_feature_name="item",
         action_feature_name="action",
