@@ -5,6 +5,10 @@ one Adam over everything, a plain loop. It takes over the weights of our model, 
 of both can be compared before their speed is.
 """
 
+import copy
+import dataclasses
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +18,18 @@ from data.batch import SequenceBatch
 from model.ranking import RankingModel
 
 NUM_BUCKETS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Users of similar length, padded to the longest (b users, n tokens)."""
+
+    token: Tensor
+    """(b, n), the packed row of each token; padding repeats the user's first."""
+    is_real: Tensor
+    """(b, n), bool."""
+    mask: Tensor
+    """(b, 1, n, n), 1 where a row sees a column."""
 
 
 class PlainHSTU(nn.Module):
@@ -32,12 +48,15 @@ class PlainHSTU(nn.Module):
         replicated = {f: model.trunk.replicated.tables[t].weight for f, t in _tables(model)}
         rows = replicated | sharded_rows
         self.tables = nn.ModuleDict(
-            {f: nn.Embedding.from_pretrained(w.detach().clone(), freeze=False) for f, w in rows.items()}
+            {
+                f: nn.Embedding.from_pretrained(w.detach().clone(), freeze=False)
+                for f, w in rows.items()
+            }
         )
         trunk = model.trunk
         self.position = nn.Parameter(trunk.preprocessor.position.weight.detach().clone())
         self.layers = nn.ModuleList(_copy_layer(layer) for layer in trunk.stack.layers)
-        self.head = _clone(trunk.head.layers)
+        self.head = copy.deepcopy(trunk.head.layers)
 
     def forward(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
         """Summed cross entropy over the candidates, and the logits."""
@@ -63,29 +82,31 @@ class PlainHSTU(nn.Module):
         sizes = [len(sequence) for sequence in sequences]
         plan = _bucket_plan(sizes, is_candidate, len(self.contextual))
         for layer in self.layers:
-            x = self._layer(layer, x, sizes, plan)
+            x = self._layer(layer, x, plan)
         logits = self.head(x[torch.cat(is_candidate)])
         first = lengths[0] - batch.num_candidates_B
         labels = torch.cat(
-            [part[n:] for part, n in zip(batch.labels_E.split(lengths[0].tolist()), first.tolist())]
+            [
+                part[num_history:]
+                for part, num_history in zip(
+                    batch.labels_E.split(lengths[0].tolist()), first.tolist(), strict=True
+                )
+            ]
         )
         return F.cross_entropy(logits, labels, reduction="sum"), logits
 
-    def _layer(self, layer: nn.ModuleDict, x: Tensor, sizes: list[int], plan: list) -> Tensor:
+    def _layer(self, layer: nn.ModuleDict, x: Tensor, plan: list[Bucket]) -> Tensor:
         uvqk = F.silu(layer["uvqk"](layer["norm_in"](x))).view(len(x), self.num_heads, 4, -1)
         u, v, q, k = uvqk.unbind(2)
-        attended: list[Tensor] = [x] * len(sizes)
-        split = [part.split(sizes) for part in (q, k, v)]
-        for users, mask in plan:
-            q_pad, k_pad, v_pad = (
-                nn.utils.rnn.pad_sequence([part[i] for i in users], batch_first=True) for part in split
-            )
-            scores = torch.einsum("bihd,bjhd->bhij", q_pad, k_pad) * self.width**-0.5
-            weights = F.silu(scores) / self.scaling_seqlen * mask[:, None]
-            out = torch.einsum("bhij,bjhd->bihd", weights, v_pad)
-            for index, user in enumerate(users):
-                attended[user] = out[index, : sizes[user]]
-        gated = layer["norm_out"](torch.cat(attended).flatten(1)) * u.flatten(1)
+        attended = []
+        for bucket in plan:
+            q_pad, k_pad, v_pad = (part[bucket.token].transpose(1, 2) for part in (q, k, v))
+            scores = q_pad @ k_pad.transpose(-1, -2) * self.width**-0.5
+            weights = F.silu(scores) / self.scaling_seqlen * bucket.mask
+            attended.append((weights @ v_pad).transpose(1, 2)[bucket.is_real])
+        order = torch.cat([bucket.token[bucket.is_real] for bucket in plan])
+        gated = torch.empty_like(u).index_put((order,), torch.cat(attended))
+        gated = layer["norm_out"](gated.flatten(1)) * u.flatten(1)
         return x + layer["proj"](F.dropout(gated, self.hidden_dropout, self.training))
 
 
@@ -93,39 +114,36 @@ def _tables(model: RankingModel) -> list[tuple[str, str]]:
     return list(model.trunk.replicated._table_of.items())
 
 
-def _clone(module: nn.Module) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(module)
-
-
 def _copy_layer(layer: nn.Module) -> nn.ModuleDict:
     return nn.ModuleDict(
         {
-            "norm_in": _clone(layer.input.norm),
-            "uvqk": _clone(layer.input.uvqk),
-            "norm_out": _clone(layer.output.norm),
-            "proj": _clone(layer.output.proj),
+            "norm_in": copy.deepcopy(layer.input.norm),
+            "uvqk": copy.deepcopy(layer.input.uvqk),
+            "norm_out": copy.deepcopy(layer.output.norm),
+            "proj": copy.deepcopy(layer.output.proj),
         }
     )
 
 
 def _bucket_plan(
     sizes: list[int], is_candidate: list[Tensor], num_contextuals: int
-) -> list[tuple[list[int], Tensor]]:
-    """Users of similar length together, with the mask of each bucket (b, n, n)."""
+) -> list[Bucket]:
+    """Users of similar length together, four buckets of them."""
+    first = [0, *itertools.accumulate(sizes)]
     order = sorted((i for i, size in enumerate(sizes) if size), key=lambda i: sizes[i])
     per_bucket = max(1, -(-len(order) // NUM_BUCKETS))
     plan = []
     for begin in range(0, len(order), per_bucket):
         users = order[begin : begin + per_bucket]
         longest = max(sizes[i] for i in users)
-        masks = torch.zeros(len(users), longest, longest, dtype=torch.bool)
-        for index, user in enumerate(users):
-            n, candidate = sizes[user], is_candidate[user]
-            mask = torch.ones(n, n, dtype=torch.bool).tril()
-            mask[:num_contextuals] = ~candidate
-            mask &= ~candidate[None, :] | torch.eye(n, dtype=torch.bool)
-            masks[index, :n, :n] = mask
-        plan.append((users, masks))
+        position = torch.arange(longest)
+        size = torch.tensor([sizes[i] for i in users])[:, None]
+        is_real = position < size
+        token = torch.tensor([first[i] for i in users])[:, None] + position * is_real
+        candidate = nn.utils.rnn.pad_sequence([is_candidate[i] for i in users], batch_first=True)
+        mask = torch.ones(longest, longest, dtype=torch.bool).tril().expand(len(users), -1, -1)
+        mask = mask | (position < num_contextuals)[None, :, None]
+        mask &= ~candidate[:, None, :] | torch.eye(longest, dtype=torch.bool)
+        mask &= is_real[:, None, :] & is_real[:, :, None]
+        plan.append(Bucket(token=token, is_real=is_real, mask=mask[:, None].float()))
     return plan

@@ -31,7 +31,7 @@ class SequenceBatch(Pipelineable):
     """Stride B; keys in order: the item feature, the action feature if any, contextual features.
     Lengths: history + candidates; history only; 1 each (all 0 for padding users)."""
     labels_E: torch.Tensor
-    """Class id or bit mask of every item event; the action input of a history event says the same."""
+    """Class id or bit mask of every item event; a history event's action input says the same."""
     num_candidates_B: torch.Tensor
     """How many of a user's last item events are candidates."""
     timestamps_E: torch.Tensor

@@ -94,9 +94,11 @@ def ranking_objective(experiment: ExperimentArgs, facts: FeatureFacts) -> Rankin
 
 
 def build_ranking_model(
-    experiment: ExperimentArgs, facts: FeatureFacts, *, device: torch.device
+    experiment: ExperimentArgs, facts: FeatureFacts, *, device_type: str
 ) -> tuple[RankingModel, list[TableSpec]]:
-    """The model on ``device``, its sharded tables still without rows, and all table specs.
+    """The model to run on "cpu" or "cuda", and all its table specs.
+
+    The trunk is on the CPU, where its weights are drawn; sharded tables have no rows yet.
 
     Raises:
         NotImplementedError, ValueError: the kernel backend cannot run here.
@@ -108,7 +110,7 @@ def build_ranking_model(
     config = HSTUConfig.from_network(
         network,
         disable_contextual_mask=experiment.resolved_disable_contextual_mask,
-        device_type=device.type,
+        device_type=device_type,
     )
     trunk = RankingTrunk(
         replicated=ReplicatedTables([spec for spec in specs if not spec.is_sharded]),
@@ -127,7 +129,7 @@ def build_ranking_model(
         objective=ranking_objective(experiment, facts),
         supervise_history=experiment.history_loss,
         has_candidates=experiment.max_num_candidates > 0,
-    ).to(device)
+    )
     return RankingModel(ShardedTables([s for s in specs if s.is_sharded]), trunk), specs
 
 

@@ -165,7 +165,9 @@ class RankingMetrics:
         padded[: len(local)] = local
         parts = [torch.empty_like(padded) for _ in range(world_size)]
         dist.all_gather(parts, padded, self._group)
-        return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).cpu()
+        return torch.cat(
+            [part[: int(count)] for part, count in zip(parts, counts, strict=True)]
+        ).cpu()
 
 
 def _task_figures(scores_E: Tensor, targets_E: Tensor, users_E: Tensor) -> dict[str, float]:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from configs.schema import OptimizerArgs
@@ -23,10 +24,10 @@ from configs.schema import OptimizerArgs
 logger = logging.getLogger(__name__)
 
 _TABLE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adagrad": torch.optim.Adagrad,
+    "adam": Adam,
+    "adagrad": Adagrad,
     "rowwise_adagrad": RowWiseAdagrad,
-    "sgd": torch.optim.SGD,
+    "sgd": SGD,
 }
 # FBGEMM's CPU kernels refuse every other optimizer inside backward.
 CPU_TABLE_OPTIMIZERS = ("adagrad", "rowwise_adagrad", "sgd")
@@ -59,7 +60,7 @@ def fuse_table_optimizer(tables: nn.Module, args: OptimizerArgs, *, device_type:
     if name != "sgd":
         settings |= {"eps": args.adam_eps, "weight_decay": args.sparse_weight_decay}
     if name == "adam":
-        settings["betas"] = (args.adam_beta1, args.adam_beta2)
+        settings |= {"beta1": args.adam_beta1, "beta2": args.adam_beta2}
     apply_optimizer_in_backward(_TABLE_OPTIMIZERS[name], tables.parameters(), settings)
 
 

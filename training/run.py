@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
     with _told_in_one_line():
         check_built(experiment)
         check_data(experiment)
+    # Deprecations inside torch and torchrec are for their authors, not for a user.
+    warnings.simplefilter("ignore", FutureWarning)
     # torch takes seconds to import: everything that can fail without it has been checked.
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record

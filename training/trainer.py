@@ -54,8 +54,11 @@ class Trainer:
         self.datasets = self._datasets()
         self.loaders = {fold: self._loader(fold) for fold in ("train", "validation", "test")}
         self.num_steps = self._total_steps()
-        model, specs = build_ranking_model(experiment, self.datasets.facts, device=world.device)
-        initialize_dense(model.trunk, seed=trainer.seed)
+        model, specs = build_ranking_model(
+            experiment, self.datasets.facts, device_type=world.device.type
+        )
+        initialize_dense(model.trunk, seed=trainer.seed)  # on the CPU: the same on any device
+        model.trunk.to(world.device)
         fuse_table_optimizer(model.tables, experiment.optimizer, device_type=world.device.type)
         self.model = shard_tables(model, specs, world=world, batch_size=trainer.train_batch_size)
         initialize_tables(self.model, seed=trainer.seed, scale=0.02)

@@ -55,7 +55,7 @@ def test_widths_of_items_and_contextuals_are_free(experiment: ExperimentArgs) ->
     specs = {spec.name: spec.dim for spec in table_specs(experiment, FACTS)}
     assert specs["item_id"] == specs["action"] == 12
     assert specs["zip"] == 6
-    model, _ = build_ranking_model(experiment, FACTS, device=torch.device("cpu"))
+    model, _ = build_ranking_model(experiment, FACTS, device_type="cpu")
     projections = model.trunk.preprocessor.projections
     assert set(projections) == set(FACTS.vocab_sizes)
 

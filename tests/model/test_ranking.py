@@ -48,7 +48,7 @@ def make_batch(**changes: Any) -> SequenceBatch:
 def build(experiment: ExperimentArgs) -> tuple[RankingTrunk, torch.nn.Embedding]:
     """The trunk with drawn weights, and a stand-in for the sharded item table."""
     facts = build_datasets(experiment.dataset, num_classes=5).facts
-    model, _ = build_ranking_model(experiment, facts, device=torch.device("cpu"))
+    model, _ = build_ranking_model(experiment, facts, device_type="cpu")
     initialize_dense(model.trunk, seed=1)
     with torch.random.fork_rng():
         torch.manual_seed(3)

@@ -89,3 +89,19 @@ def test_row_wise_adagrad_is_what_it_says(run_folder: str, world: World) -> None
     torch.testing.assert_close(rows[touched], expected[touched], rtol=1e-4, atol=1e-6)
     untouched = torch.ones(len(rows), dtype=torch.bool).index_fill_(0, touched, False)
     assert torch.equal(rows[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("name", ["adagrad", "sgd", "rowwise_adagrad"])
+def test_every_cpu_table_optimizer_learns(run_folder: str, world: World, name: str) -> None:
+    experiment = synthetic_experiment(
+        run_folder, optimizer={"sparse_optimizer_str": name, "sparse_learning_rate": 0.1}
+    )
+    trainer = Trainer(experiment, world=world)
+    trainer.model.train()
+    step = TrainStep(trainer.model.module, trainer.optimizer)
+    batch = next(trainer.loaders["train"].epoch(0))
+    table = trainer.model.state_dict()["tables.collections.0.embeddings.item.weight"]
+    before = _plain(table).clone()
+    losses = [step(batch).loss for _ in range(15)]
+    assert losses[-1] < losses[0] - 0.1
+    assert not torch.equal(_plain(table), before)

@@ -45,7 +45,7 @@ def test_ranks_draw_different_dropout(run_folder: str, two_ranks: TwoRanks) -> N
 def test_same_seed_same_weights_other_seed_others(run_folder: str) -> None:
     experiment = synthetic_experiment(run_folder)
     facts = build_datasets(experiment.dataset, num_classes=5).facts
-    model, _ = build_ranking_model(experiment, facts, device=torch.device("cpu"))
+    model, _ = build_ranking_model(experiment, facts, device_type="cpu")
     torch.manual_seed(5)
     expected_draw = torch.rand(3)
     torch.manual_seed(5)
