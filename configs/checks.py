@@ -4,9 +4,10 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from configs.data_schema import BenchmarkDatasetArgs, DatasetArgs, EmbeddingArgs, FeatureArgs
+from configs.data_schema import BenchmarkDatasetArgs, DatasetArgs, FeatureArgs
 from configs.datasets import DATASETS
 from configs.rules import ConfigError, did_you_mean
+from configs.table_checks import check_tables, check_widths
 
 if TYPE_CHECKING:
     from configs.schema import ExperimentArgs
@@ -58,6 +59,8 @@ def check_experiment(experiment: "ExperimentArgs") -> None:
     checks: tuple[Callable[[ExperimentArgs], None], ...] = (
         _check_task,
         _check_dataset,
+        check_widths,
+        _check_positions,
         _check_supervision,
         _check_mask,
         _check_head,
@@ -80,9 +83,7 @@ def _check_task(experiment: "ExperimentArgs") -> None:
 def _check_dataset(experiment: "ExperimentArgs") -> None:
     dataset = experiment.dataset
     if isinstance(dataset, DatasetArgs):
-        _check_tables("DatasetArgs", dataset.embedding_args or (), experiment)
-        known = DATASETS[dataset.dataset_name].feature_names
-        _check_table_features("DatasetArgs", dataset.embedding_args or (), known)
+        check_tables(experiment, DATASETS[dataset.dataset_name].feature_names)
         return
     groups = dataset.feature_args
     names = [name for group in groups for name in group.feature_names]
@@ -95,8 +96,7 @@ def _check_dataset(experiment: "ExperimentArgs") -> None:
             )
     _check_item_group(dataset)
     _check_contextual_groups(dataset)
-    _check_tables("BenchmarkDatasetArgs", dataset.embedding_args, experiment)
-    _check_table_features("BenchmarkDatasetArgs", dataset.embedding_args, names)
+    check_tables(experiment, names)
     _check_values_fit(dataset, experiment)
 
 
@@ -141,51 +141,6 @@ def _check_contextual_groups(dataset: BenchmarkDatasetArgs) -> None:
             )
 
 
-def _check_tables(
-    owner: str, tables: tuple[EmbeddingArgs, ...], experiment: "ExperimentArgs"
-) -> None:
-    field = f"{owner}.embedding_args"
-    seen: set[str] = set()
-    for table in tables:
-        for kind, name in [
-            ("table", table.table_name),
-            *(("feature", f) for f in table.feature_names),
-        ]:
-            if f"{kind} {name}" in seen:
-                raise ConfigError(
-                    f"{field} must name each table and each feature once, got {kind} {name!r} "
-                    "twice; rename or remove one",
-                    field,
-                )
-            seen.add(f"{kind} {name}")
-        contextual = {name in experiment.contextual_feature_names for name in table.feature_names}
-        network = experiment.network
-        if len(contextual) > 1 and network.item_embedding_dim != network.contextual_embedding_dim:
-            raise ConfigError(
-                f"{field} must not share table {table.table_name!r} between items or actions and "
-                f"contextual features when NetworkArgs.item_embedding_dim = "
-                f"{network.item_embedding_dim} and contextual_embedding_dim = "
-                f"{network.contextual_embedding_dim} differ; use two tables",
-                field,
-                "NetworkArgs.item_embedding_dim",
-                "NetworkArgs.contextual_embedding_dim",
-            )
-
-
-def _check_table_features(
-    owner: str, tables: tuple[EmbeddingArgs, ...], known: "list[str] | tuple[str, ...]"
-) -> None:
-    for table in tables:
-        for name in table.feature_names:
-            if name not in known:
-                raise ConfigError(
-                    f"{owner}.embedding_args must name features of the data ({', '.join(known)}), "
-                    f"got {name!r} in table {table.table_name!r}; "
-                    f"{did_you_mean(name, known) or 'remove it'}",
-                    f"{owner}.embedding_args",
-                )
-
-
 def _check_values_fit(dataset: BenchmarkDatasetArgs, experiment: "ExperimentArgs") -> None:
     rows = {
         name: table.item_vocab_size_or_capacity
@@ -209,6 +164,17 @@ def _check_values_fit(dataset: BenchmarkDatasetArgs, experiment: "ExperimentArgs
                 "BenchmarkDatasetArgs.feature_args",
                 "BenchmarkDatasetArgs.embedding_args",
             )
+
+
+def _check_positions(experiment: "ExperimentArgs") -> None:
+    count, least = experiment.network.num_position_buckets, experiment.num_contextuals + 2
+    if count < least:
+        raise ConfigError(
+            f"NetworkArgs.num_position_buckets must be >= {least} (a row for each of "
+            f"{experiment.num_contextuals} contextual features, one for candidates and one for the "
+            f"history), got {count}; raise it",
+            "NetworkArgs.num_position_buckets",
+        )
 
 
 def _check_supervision(experiment: "ExperimentArgs") -> None:

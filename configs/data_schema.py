@@ -7,6 +7,7 @@ from configs.rules import (
     CheckedArgs,
     ConfigError,
     Fraction,
+    ModuleName,
     Name,
     NonEmpty,
     NonNegativeFloat,
@@ -17,7 +18,10 @@ from configs.rules import (
 )
 
 DatasetName = Literal["ml-100k", "ml-1m", "ml-20m", "kuairand-pure", "kuairand-1k", "kuairand-27k"]
-Names = Annotated[tuple[Name, ...], NonEmpty()]
+MAX_REPLICATED_ROWS = 65_536
+"""A larger table is spread over ranks unless told otherwise, and so is the items' one."""
+
+FeatureNames = Annotated[tuple[ModuleName, ...], NonEmpty()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,7 @@ class RandomDistribution(CheckedArgs):
 class FeatureArgs(CheckedArgs):
     """A group of synthetic features that share their lengths."""
 
-    feature_names: Names
+    feature_names: FeatureNames
     """Features of the group."""
 
     max_sequence_length: PositiveInt
@@ -112,17 +116,18 @@ class FeatureArgs(CheckedArgs):
 class EmbeddingArgs(CheckedArgs):
     """One embedding table, looked up by one or more features."""
 
-    feature_names: Names
+    feature_names: FeatureNames
     """Features that read this table."""
 
-    table_name: Name
+    table_name: ModuleName
     """Its name in checkpoints."""
 
     item_vocab_size_or_capacity: PositiveInt
     """Rows; ids lie in [0, rows)."""
 
     sharding_type: Literal["data_parallel", "model_parallel"] | None = None
-    """Replicated or spread over ranks; None = small tables are replicated."""
+    """Replicated or spread over ranks; None = items and tables of more than 65,536 rows are
+    spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,10 +201,10 @@ class DatasetArgs(CheckedArgs):
     train_on_validation: bool = False
     """The training fold also holds the validation events (for the final, reported fit)."""
 
-    train_windows: Literal["all", "last"] = "all"
+    train_windows: Literal["all", "random", "last"] = "all"
     """Training samples per user with candidates. last: one, the latest events are candidates.
     all: every block of max_num_candidates events, newest first, with all events before it as
-    its history."""
+    its history. random: the same with other block borders each epoch."""
 
     num_workers: NonNegativeInt = 0
     """Loader processes per rank; 0 = load in the training process."""
@@ -243,4 +248,5 @@ class BenchmarkDatasetArgs(CheckedArgs):
     """Latest events of a sample that are predicted; 0 = the history is supervised."""
 
     num_generated_batches: PositiveInt = 100
-    """Distinct training batches; later steps repeat them."""
+    """Distinct training batches; later steps repeat them. Validation and test have 32 users each
+    for every ten of these (at least 32), the same ones for any batch size and number of ranks."""

@@ -44,6 +44,13 @@ def _inert_in_trainer(trainer: TrainerArgs) -> dict[str, str]:
     if not trainer.profile:
         reason = "profile is False"
         inert |= {"profile_step_start": reason, "profile_step_end": reason}
+    elif (
+        trainer.max_train_iters is not None and trainer.profile_step_start > trainer.max_train_iters
+    ):
+        inert["profile"] = (
+            f"TrainerArgs.profile_step_start = {trainer.profile_step_start} comes after the last "
+            f"step, TrainerArgs.max_train_iters = {trainer.max_train_iters}"
+        )
     if trainer.ckpt_save_interval == 0:
         reason = "ckpt_save_interval is 0, nothing is saved"
         inert |= {"ckpt_save_dir": reason, "ckpt_keep_last": reason}

@@ -11,9 +11,15 @@ def experiment_to_gin(experiment: ExperimentArgs) -> str:
     """Every field of the run, defaults and resolved values included.
 
     Loading the text with the same task gives an equal ExperimentArgs, also when defaults change.
+    Only resume and ckpt_load_dir are None in it: it says what ran, not how it was started.
     """
-    # The default folder follows from the file's name, which this text does not keep.
-    trainer = dataclasses.replace(experiment.trainer, output_dir=experiment.output_dir)
+    trainer = dataclasses.replace(
+        experiment.trainer,
+        # The default folder follows from the file's name, which this text does not keep.
+        output_dir=experiment.output_dir,
+        resume=None,
+        ckpt_load_dir=None,
+    )
     named = dataclasses.replace(experiment, trainer=trainer)
     writer = _Writer()
     for field in dataclasses.fields(named):

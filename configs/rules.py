@@ -8,6 +8,7 @@ code is as strict as one built from a gin file.
 import dataclasses
 import difflib
 import math
+import re
 import types
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -46,12 +47,23 @@ class Range:
 
     def __str__(self) -> str:
         bounds = ((">=", self.low), (">", self.above), ("<=", self.high), ("<", self.below))
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        return " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
 
 
 @dataclasses.dataclass(frozen=True)
 class NonEmpty:
     """The list or text must hold something."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InModuleName:
+    """The text becomes part of a module's name, and so of the names in checkpoints."""
+
+    def holds(self, value: str) -> bool:
+        return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", value) is not None
+
+    def __str__(self) -> str:
+        return "of letters, digits, _ and - (not first)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +86,7 @@ NonNegativeFloat = Annotated[float, Range(low=0)]
 Fraction = Annotated[float, Range(low=0, high=1)]
 BelowOne = Annotated[float, Range(low=0, below=1)]
 Name = Annotated[str, NonEmpty()]
+ModuleName = Annotated[str, InModuleName()]
 OptionalPath = Annotated[str | None, Spellings((("", None),))]
 OptionalSize = Annotated[int | None, Spellings(((-1, None),)), Range(low=1)]
 
@@ -154,6 +167,8 @@ def _conform_marked(value: Any, base: Any, marks: list[Any]) -> Any:
             raise MismatchError("")
         if isinstance(mark, NonEmpty) and value is not None and len(value) == 0:
             raise MismatchError("give at least one entry" if value == () else "give a name")
+        if isinstance(mark, InModuleName) and not mark.holds(value):
+            raise MismatchError(f"rename {show(value)}, for example to {_module_name(value)!r}")
     return value
 
 
@@ -196,6 +211,10 @@ def _conform_scalar(value: Any, kind: type) -> Any:
     return value
 
 
+def _module_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "_", text).lstrip("-") or "name"
+
+
 def _way_out(value: Any, kind: type) -> str:
     if isinstance(value, bool):
         return f"write {'a number' if kind in (int, float) else 'text in quotes'}"
@@ -216,7 +235,7 @@ def describe(hint: Any) -> str:
     origin = get_origin(hint)
     if origin is Annotated:
         base, *marks = get_args(hint)
-        bounds = "".join(f" {mark}" for mark in marks if isinstance(mark, Range))
+        bounds = "".join(f" {mark}" for mark in marks if isinstance(mark, (Range, InModuleName)))
         words = describe(base)
         if bounds and words.endswith(" or None"):
             words = f"{words.removesuffix(' or None')}{bounds} or None"

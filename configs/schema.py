@@ -73,13 +73,14 @@ class TrainerArgs(CheckedArgs):
     """Steps after which training ends; None = num_epochs decides."""
 
     max_eval_iters: PositiveInt | None = None
-    """Batches per evaluation; None = the whole fold."""
+    """Batches of an evaluation during training; None = the whole fold. The figures at the end
+    always cover the whole fold."""
 
     num_epochs: PositiveInt | None = None
     """Passes over the training fold after which training ends; becomes 1 when max_train_iters is
     None too. With both set the earlier end counts."""
 
-    seed: NonNegativeInt = 1234
+    seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 1234
     """Seed of initial weights, sample order, dropout and synthetic data."""
 
     early_stopping_metric: Name | None = None
@@ -92,11 +93,14 @@ class TrainerArgs(CheckedArgs):
     profile: bool = False
     """Write a profiler trace of the steps below."""
 
-    profile_step_start: NonNegativeInt = 100
-    """First profiled step."""
+    profile_step_start: Annotated[PositiveInt, Spellings(((0, 1),))] = 100
+    """First profiled step; steps count from 1 (0 is taken as 1)."""
 
     profile_step_end: PositiveInt = 200
     """One past the last profiled step."""
+
+    process_group_timeout_seconds: PositiveFloat = 600.0
+    """Longest wait for another rank before the job ends."""
 
     output_dir: OptionalPath = None
     """Folder of the run; None = runs/<name of the gin file>. A used one gets -2, -3, ... appended
@@ -220,6 +224,9 @@ class NetworkArgs(CheckedArgs):
     """Divisor of the attention scores; None = max_seq_len of the config. "batch" (also written
     -1) = the batch's longest user, so a score then depends on who else is in the batch."""
 
+    embedding_init_std: PositiveFloat = 0.02
+    """Standard deviation of the rows of every table at the start."""
+
     embedding_backend: OptionalPath = None
     """Read by servers of such models; training does not use it."""
 
@@ -277,7 +284,10 @@ class OptimizerArgs(CheckedArgs):
     """Peak step size of the tables; None = learning_rate."""
 
     sparse_weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of the rows that are looked up."""
+    """L2 decay of sharded tables, on the rows that a batch looks up."""
+
+    replicated_weight_decay: NonNegativeFloat | None = None
+    """Weight decay of replicated tables; None = weight_decay."""
 
 
 @dataclass(frozen=True, kw_only=True)

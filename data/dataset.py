@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from data.batch import PackedSamples, SequenceBatch, collate
-from data.manifest import Manifest
-from data.splits import SampleTable
+from data.columns import ColumnFile
+from data.manifest import Manifest, preprocess_command
+from data.splits import SampleTable, SplitRule, train_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,10 @@ class SequenceDataset(Protocol):
 
     def __len__(self) -> int: ...
 
+    def at_epoch(self, seed: int, epoch: int) -> SequenceDataset:
+        """The data set as an epoch sees it: as many samples, perhaps with other borders."""
+        ...
+
     def batch(self, indices_S: np.ndarray, *, batch_size: int) -> SequenceBatch:
         """The samples `indices_S` (int64, at most `batch_size`), filled up with padding users."""
         ...
@@ -53,32 +58,45 @@ class Datasets:
 
 
 class EventStore:
-    """The columns of a preprocessed data set; event columns stay on disk, mapped into memory."""
+    """The columns of a preprocessed data set; event columns stay on disk, mapped into memory.
+
+    Raises:
+        ValueError: a file is damaged: unreadable, or with values that its manifest rules out.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
-        events = _columns(folder / manifest.files["events"].name)
+        way_out = f"run {preprocess_command(folder, manifest.dataset_name)} again"
+        events = ColumnFile(
+            folder / manifest.files["events"].name,
+            ("item_id", "label", "timestamp"),
+            num_rows=manifest.num_events,
+            way_out=way_out,
+        )
+        events.check_range("item_id", manifest.max_ids[manifest.item_feature_name])
+        events.check_range("label", manifest.max_ids[manifest.action_feature_name])
         self.items_N, self.labels_N = events["item_id"], events["label"]
         self.timestamps_N = events["timestamp"]
-        users = _columns(folder / manifest.files["users"].name)
-        self.user_ids_U = users["user_id"]
-        self.offsets_U1 = np.append(users["event_offset"], len(self.items_N))
         names = manifest.contextual_feature_names
+        users = ColumnFile(
+            folder / manifest.files["users"].name,
+            ("user_id", "event_offset", *names),
+            num_rows=manifest.num_users,
+            way_out=way_out,
+        )
+        for name in names:
+            users.check_range(name, manifest.max_ids[name])
+        self.user_ids_U = users["user_id"]
         self.contextual_FU = np.stack([users[name] for name in names])
+        self.offsets_U1 = np.append(users["event_offset"], manifest.num_events)
+        falls_U = self.offsets_U1[1:] < self.offsets_U1[:-1]
+        if self.offsets_U1[0] != 0 or falls_U.any():
+            value = self.offsets_U1[int(falls_U.argmax())]
+            rule = f"must rise from 0 to {manifest.num_events}"
+            raise users.damaged("event_offset", rule, value)
 
     def __reduce__(self) -> tuple[type[EventStore], tuple[Path, Manifest]]:
         return EventStore, (self.folder, self.manifest)  # a spawned worker maps the files anew
-
-
-def _columns(path: Path) -> dict[str, np.ndarray]:
-    table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    columns = {}
-    for name in table.column_names:
-        chunks = table.column(name)
-        # Preprocessing writes one chunk; only then is the array the file itself.
-        array = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-        columns[name] = array.to_numpy(zero_copy_only=chunks.num_chunks == 1)
-    return columns
 
 
 class EventDataset:
@@ -92,15 +110,29 @@ class EventDataset:
         facts: FeatureFacts,
         first_sample_id: int,
         fingerprint: str,
+        rule: SplitRule | None = None,
     ) -> None:
         self.store, self.samples, self.facts = store, samples, facts
         self.first_sample_id, self.fingerprint = first_sample_id, fingerprint
+        self.rule = rule
+        """Of a training fold whose window borders change with the epoch, else None."""
+
+    def at_epoch(self, seed: int, epoch: int) -> EventDataset:
+        if self.rule is None:
+            return self
+        rule = dataclasses.replace(self.rule, epoch_key=(seed, epoch))
+        moved = copy.copy(self)
+        moved.samples = train_table(rule, offsets_U1=self.store.offsets_U1)
+        return moved
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def batch(self, indices_S: np.ndarray, *, batch_size: int) -> SequenceBatch:
         store, samples = self.store, self.samples
+        if self.rule is not None:  # random borders leave some windows without an event
+            has_event_S = samples.candidates_end_S > samples.candidates_begin_S
+            indices_S = indices_S[has_event_S[indices_S]]
         begin_S, end_S = samples.history_begin_S[indices_S], samples.candidates_end_S[indices_S]
         candidates_begin_S = samples.candidates_begin_S[indices_S]
         users_S = samples.user_rows_S[indices_S]

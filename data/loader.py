@@ -100,7 +100,7 @@ class SequenceLoader:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             loader: StatefulDataLoader[SequenceBatch] = StatefulDataLoader(
-                _RankBatches(self, self._order(epoch)),
+                _RankBatches(self, epoch),
                 batch_size=None,
                 sampler=range(first_batch, self.num_batches),
                 collate_fn=_unchanged,
@@ -173,8 +173,9 @@ class SequenceLoader:
 class _RankBatches(torch.utils.data.Dataset[SequenceBatch]):
     """One rank's batches of one epoch, by batch number."""
 
-    def __init__(self, loader: SequenceLoader, order: np.ndarray) -> None:
-        self.dataset, self.order, self.batch_size = loader.dataset, order, loader.batch_size
+    def __init__(self, loader: SequenceLoader, epoch: int) -> None:
+        self.dataset = loader.dataset.at_epoch(loader.seed, epoch)
+        self.order, self.batch_size = loader._order(epoch), loader.batch_size
         self.rank, self.world_size = loader.rank, loader.world_size
 
     def __getitem__(self, index: int) -> SequenceBatch:
@@ -240,6 +241,7 @@ def build_datasets(
             facts=facts,
             first_sample_id=first_sample_id,
             fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
+            rule=rule if fold == "train" and rule.train_windows == "random" else None,
         )
         first_sample_id += len(tables[fold])
     return Datasets(**folds, facts=facts)

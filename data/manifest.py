@@ -68,6 +68,14 @@ def find_dataset(dataset_name: str, dataset_path: str | None = None) -> Path:
     return below if (below / MANIFEST_NAME).is_file() else Path(dataset_path)
 
 
+def preprocess_command(folder: Path, dataset_name: str) -> str:
+    """What fills `folder` with a data set."""
+    command = f"python -m data.preprocess --dataset {dataset_name}"
+    if folder == DEFAULT_ROOT / dataset_name:
+        return command
+    return f"{command} --output {folder}"
+
+
 def read_manifest(path: str | Path, *, dataset_name: str | None = None) -> Manifest:
     """The manifest in folder `path`, its files checked for presence and size.
 
@@ -79,10 +87,7 @@ def read_manifest(path: str | Path, *, dataset_name: str | None = None) -> Manif
         ValueError: no manifest, not ours, another version or data set, a missing or cut file.
     """
     folder = Path(path)
-    wanted = dataset_name or folder.name
-    command = f"python -m data.preprocess --dataset {wanted} --output {folder}"
-    if dataset_name is not None and folder == default_folder(dataset_name):
-        command = f"python -m data.preprocess --dataset {wanted}"
+    command = preprocess_command(folder, dataset_name or folder.name)
     manifest_path = folder / MANIFEST_NAME
     if not manifest_path.is_file():
         raise ValueError(

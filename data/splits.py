@@ -17,7 +17,7 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 SPLITS = ("temporal", "leave_one_out", "by_user")
-TRAIN_WINDOWS = ("all", "last")
+TRAIN_WINDOWS = ("all", "random", "last")
 FOLDS = ("train", "validation", "test")
 
 
@@ -53,6 +53,13 @@ class SplitRule:
     max_num_candidates: int = 0
     train_windows: str = "all"
     train_on_validation: bool = False
+    epoch_key: tuple[int, int] = (0, 0)
+    """(seed, epoch): with train_windows = "random", other borders for each."""
+
+    def border_offsets(self, num_users: int) -> np.ndarray:
+        """Events in each user's newest window under random borders, (U,) in 0..C - 1."""
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(self.epoch_key)))
+        return generator.integers(0, self.max_num_candidates, num_users)
 
     def __post_init__(self) -> None:
         _one_of("split", self.split, SPLITS)
@@ -94,9 +101,8 @@ def make_splits(rule: SplitRule, *, offsets_U1: np.ndarray) -> dict[str, SampleT
     Raises:
         ValueError: no user has enough events to train, or to test.
     """
-    begin_U, count_U = offsets_U1[:-1], np.diff(offsets_U1)
-    builders = {"temporal": _temporal, "leave_one_out": _leave_one_out, "by_user": _by_user}
-    tables = builders[rule.split](rule, begin_U, count_U)
+    count_U = np.diff(offsets_U1)
+    tables = _tables(rule, offsets_U1)
     for fold, table in tables.items():
         logger.info(
             "%s split, %s: %d samples of %d users, %d users skipped (too few events)",
@@ -117,6 +123,16 @@ def make_splits(rule: SplitRule, *, offsets_U1: np.ndarray) -> dict[str, SampleT
     if not len(tables["validation"]):
         logger.warning("the validation fold of split %r is empty", rule.split)
     return tables
+
+
+def train_table(rule: SplitRule, *, offsets_U1: np.ndarray) -> SampleTable:
+    """The training samples alone, for the borders of another epoch; as many in every epoch."""
+    return _tables(rule, offsets_U1)["train"]
+
+
+def _tables(rule: SplitRule, offsets_U1: np.ndarray) -> dict[str, SampleTable]:
+    builders = {"temporal": _temporal, "leave_one_out": _leave_one_out, "by_user": _by_user}
+    return builders[rule.split](rule, offsets_U1[:-1], np.diff(offsets_U1))
 
 
 def _temporal(rule: SplitRule, begin_U: np.ndarray, count_U: np.ndarray) -> dict[str, SampleTable]:
@@ -175,13 +191,25 @@ def _train(
         windows_U = enough_U.astype(np.int64)
     else:
         enough_U = among_U & (end_U >= 2)
-        all_windows_U = -(-(end_U - 1) // size)
-        windows_U = np.where(enough_U, all_windows_U if rule.train_windows == "all" else 1, 0)
+        num_windows = {
+            "last": np.ones_like(end_U),
+            "all": -(-(end_U - 1) // size),
+            "random": -(-(end_U - 1) // size) + 1,
+        }
+        windows_U = np.where(enough_U, num_windows[rule.train_windows], 0)
     users_S = np.repeat(np.arange(len(end_U)), windows_U)
     # Windows of a user come oldest first; they are laid from its newest event back.
     windows_after_S = np.cumsum(windows_U)[users_S] - 1 - np.arange(len(users_S))
-    candidates_end_S = end_U[users_S] - windows_after_S * size
+    # Random borders: the newest window holds the 0 to C - 1 events after the first border.
+    shift_S = np.zeros_like(end_U)
+    if rule.train_windows == "random" and size:
+        shift_S = size - rule.border_offsets(len(end_U))
+    last_S = end_U[users_S]
+    candidates_end_S = last_S + shift_S[users_S] - windows_after_S * size
     candidates_begin_S = np.maximum(candidates_end_S - size, 1) if size else candidates_end_S
+    candidates_end_S = np.minimum(candidates_end_S, last_S)
+    if size:
+        candidates_end_S = np.maximum(candidates_end_S, candidates_begin_S)
     skipped = int((among_U & ~enough_U).sum())
     return _table(rule, begin_U, users_S, candidates_begin_S, candidates_end_S, skipped)
 

@@ -15,6 +15,8 @@ from data.distributions import bounded, draw, mix, normal, uniform
 _NUM_FACTORS = 3
 _FIRST_SECOND = 1_600_000_000
 _SECONDS_PER_EVENT = 3600
+_FIRST_HELD_OUT_ID = {"validation": 2**40, "test": 2**41}
+_USERS_PER_TEN_BATCHES = 32
 _ITEM_WEIGHT, _USER_WEIGHT, _MATCH_WEIGHT, _NOISE_WEIGHT = 0.7, 0.5, 0.4, 0.3
 """Standard deviations of the parts of a score; their squares sum to about 1."""
 
@@ -29,8 +31,9 @@ def build_synthetic(
 ) -> Datasets:
     """Training, validation and test folds over disjoint sample ids.
 
-    Training has num_generated_batches global batches, the others a tenth of that (at least one
-    batch).
+    Training has num_generated_batches global batches, from id 0 on. The held-out folds are the
+    same for any batch size and number of ranks: nothing that one run trains on is held out in
+    another.
 
     Args:
         args: features, lengths and tables, cross-checked by ExperimentArgs.
@@ -42,13 +45,13 @@ def build_synthetic(
     label_kind, width = ("bitmask", num_tasks) if num_tasks > 1 else ("classes", num_classes)
     generator = SampleGenerator(args, seed=seed, label_kind=label_kind, num_classes=width)
     num_train = args.num_generated_batches * global_batch_size
-    num_held_out = -(-args.num_generated_batches // 10) * global_batch_size
-    sizes = {"train": num_train, "validation": num_held_out, "test": num_held_out}
-    folds, first = {}, 0
-    for fold, size in sizes.items():
-        folds[fold] = SyntheticDataset(generator, first_sample_id=first, num_samples=size)
-        first += size
-    return Datasets(**folds, facts=generator.facts)
+    num_held_out = -(-args.num_generated_batches // 10) * _USERS_PER_TEN_BATCHES
+    held_out = {
+        fold: SyntheticDataset(generator, first_sample_id=first, num_samples=num_held_out)
+        for fold, first in _FIRST_HELD_OUT_ID.items()
+    }
+    train = SyntheticDataset(generator, first_sample_id=0, num_samples=num_train)
+    return Datasets(train=train, **held_out, facts=generator.facts)
 
 
 class SyntheticDataset:
@@ -64,6 +67,9 @@ class SyntheticDataset:
 
     def __len__(self) -> int:
         return self.num_samples
+
+    def at_epoch(self, seed: int, epoch: int) -> SyntheticDataset:
+        return self
 
     def batch(self, indices_S: np.ndarray, *, batch_size: int) -> SequenceBatch:
         facts = self.generator.facts

@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import nn
 
+from configs.data_schema import MAX_REPLICATED_ROWS
 from configs.datasets import DATASETS
 from configs.schema import DatasetArgs, EmbeddingArgs, ExperimentArgs, RankingArgs
 from data.dataset import FeatureFacts
@@ -23,8 +24,6 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# A contextual table up to this many rows is copied to every rank instead of sharded.
-MAX_REPLICATED_ROWS = 65_536
 
 
 def table_specs(experiment: ExperimentArgs, facts: FeatureFacts) -> list[TableSpec]:
@@ -35,36 +34,29 @@ def table_specs(experiment: ExperimentArgs, facts: FeatureFacts) -> list[TableSp
     replicated, larger ones sharded.
     """
     network = experiment.network
-    contextual = set(facts.contextual_feature_names)
     specs: list[TableSpec] = []
     given = {f: args for args in _embedding_args(experiment) for f in args.feature_names}
     placed: set[str] = set()
     for feature, num_rows in facts.vocab_sizes.items():
-        dim = (
-            network.contextual_embedding_dim
-            if feature in contextual
-            else network.item_embedding_dim
-        )
         args = given.get(feature)
-        is_large = num_rows > MAX_REPLICATED_ROWS
-        is_sharded = feature == facts.item_feature_name or is_large
-        name, features = feature, (feature,)
-        if args is not None:
-            if args.table_name in placed:
-                continue
-            name, features, num_rows = (
-                args.table_name,
-                args.feature_names,
-                args.item_vocab_size_or_capacity,
+        if args is None:
+            args = EmbeddingArgs(
+                feature_names=(feature,), table_name=feature, item_vocab_size_or_capacity=num_rows
             )
-            if args.sharding_type is not None:
-                is_sharded = args.sharding_type == "model_parallel"
-        placed.add(name)
+        if args.table_name in placed:
+            continue
+        placed.add(args.table_name)
+        is_sharded = feature == facts.item_feature_name
+        is_sharded |= args.item_vocab_size_or_capacity > MAX_REPLICATED_ROWS
+        if args.sharding_type is not None:
+            is_sharded = args.sharding_type == "model_parallel"
+        is_contextual = feature in facts.contextual_feature_names
+        dim = network.contextual_embedding_dim if is_contextual else network.item_embedding_dim
         specs.append(
             TableSpec(
-                name=name,
-                feature_names=features,
-                num_rows=num_rows,
+                name=args.table_name,
+                feature_names=args.feature_names,
+                num_rows=args.item_vocab_size_or_capacity,
                 dim=network.hidden_size if dim is None else dim,
                 is_sharded=is_sharded,
             )
@@ -113,7 +105,10 @@ def build_ranking_model(
         device_type=device_type,
     )
     trunk = RankingTrunk(
-        replicated=ReplicatedTables([spec for spec in specs if not spec.is_sharded]),
+        replicated=ReplicatedTables(
+            [spec for spec in specs if not spec.is_sharded],
+            init_std=network.embedding_init_std,
+        ),
         preprocessor=SequencePreprocessor(
             facts,
             feature_dims=dims,
@@ -125,10 +120,11 @@ def build_ranking_model(
             dtype=DTYPES[network.dtype_str],
         ),
         stack=HSTUStack(config, network.num_layers),
+        norm=nn.LayerNorm(network.hidden_size, eps=network.norm_epsilon),
         head=_head(network.hidden_size, ranking),
         objective=ranking_objective(experiment, facts),
         supervise_history=experiment.history_loss,
-        has_candidates=experiment.max_num_candidates > 0,
+        has_candidates=experiment.max_num_candidates > 0 or experiment.split == "leave_one_out",
     )
     return RankingModel(ShardedTables([s for s in specs if s.is_sharded]), trunk), specs
 

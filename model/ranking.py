@@ -47,9 +47,11 @@ class RankingTrunk(nn.Module):
 
     Args:
         replicated: small tables, one copy on every rank.
-        preprocessor, stack, head: the parts in the order they run.
+        preprocessor, stack, norm, head: the parts in the order they run; norm is applied to the
+            supervised tokens only, in FP32.
         objective: meaning of the labels.
         supervise_history: also train on every history item (history_loss).
+        has_candidates: the held-out folds have candidates, which alone are scored there.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class RankingTrunk(nn.Module):
         replicated: ReplicatedTables,
         preprocessor: SequencePreprocessor,
         stack: HSTUStack,
+        norm: nn.LayerNorm,
         head: MLP,
         objective: RankingObjective,
         supervise_history: bool,
@@ -67,6 +70,7 @@ class RankingTrunk(nn.Module):
         self.replicated = replicated
         self.preprocessor = preprocessor
         self.stack = stack
+        self.norm = norm
         self.head = head
         self.objective = objective
         self._supervise_history = supervise_history
@@ -85,7 +89,7 @@ class RankingTrunk(nn.Module):
         sequence, layout = self.preprocessor(batch, rows)
         encoded_TD = self.stack(sequence).values_TD
         events_E, tokens_E = self._supervised(layout)
-        logits_EK = self.head(take_rows(encoded_TD, tokens_E))
+        logits_EK = self.head(self.norm(take_rows(encoded_TD, tokens_E).float()))
         labels_E = batch.labels_E.index_select(0, events_E)
         loss_sum, num_labels = self.objective.loss_sum(logits_EK, labels_E)
         return RankingOutput(

@@ -31,6 +31,11 @@ class TableSpec:
     dim: int
     is_sharded: bool
 
+    @property
+    def module_name(self) -> str:
+        """Its name inside a module, where names such as "items" or "type" are taken."""
+        return f"table_{self.name}"
+
 
 class ShardedTables(nn.Module):
     """The sharded tables, one EmbeddingCollection for each row width.
@@ -46,7 +51,7 @@ class ShardedTables(nn.Module):
         for spec in specs:
             by_dim.setdefault(spec.dim, []).append(
                 EmbeddingConfig(
-                    name=spec.name,
+                    name=spec.module_name,
                     num_embeddings=spec.num_rows,
                     embedding_dim=spec.dim,
                     feature_names=list(spec.feature_names),
@@ -70,23 +75,33 @@ def lookup_results(results: Sequence[dict[str, JaggedTensor]]) -> dict[str, Tens
 class ReplicatedTables(nn.Module):
     """Small tables held whole on every rank, updated by the dense optimizer.
 
+    Rows start at normal(0, init_std), as those of sharded tables do.
+
     Raises:
         ValueError: a spec that asks for sharding.
     """
 
-    def __init__(self, specs: Sequence[TableSpec]) -> None:
+    def __init__(self, specs: Sequence[TableSpec], *, init_std: float) -> None:
         super().__init__()
         for spec in specs:
             if spec.is_sharded:
                 raise ValueError(f"table {spec.name} is sharded; ReplicatedTables holds copies")
-        self._table_of = {feature: spec.name for spec in specs for feature in spec.feature_names}
+        self._init_std = init_std
+        self.specs = tuple(specs)
         self.tables = nn.ModuleDict(
-            {spec.name: nn.Embedding(spec.num_rows, spec.dim) for spec in specs}
+            {spec.module_name: nn.Embedding(spec.num_rows, spec.dim) for spec in specs}
         )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the rows from torch's default generator: normal(0, init_std)."""
+        for table in self.tables.values():
+            nn.init.normal_(table.weight, std=self._init_std)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
         """Feature -> (ids, dim) rows, for the features these tables serve."""
         return {
-            feature: self.tables[table](features[feature].values())
-            for feature, table in self._table_of.items()
+            feature: self.tables[spec.module_name](features[feature].values())
+            for spec in self.specs
+            for feature in spec.feature_names
         }

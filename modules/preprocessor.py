@@ -50,7 +50,7 @@ class SequencePreprocessor(nn.Module):
         self._dtype = dtype
         self.projections = nn.ModuleDict(
             {
-                feature: nn.Linear(dim, hidden_size)
+                f"feature_{feature}": nn.Linear(dim, hidden_size)
                 for feature, dim in feature_dims.items()
                 if dim != hidden_size
             }
@@ -78,10 +78,7 @@ class SequencePreprocessor(nn.Module):
                 f"a user of the batch has {batch.max_length} tokens, but max_seq_len is "
                 f"{self._max_seq_len}; raise DatasetArgs.max_history_seqlen"
             )
-        rows = {
-            feature: self.projections[feature](row) if feature in self.projections else row
-            for feature, row in embeddings.items()
-        }
+        rows = {feature: self._project(feature, row) for feature, row in embeddings.items()}
         layout = self._layout(batch)
         tokens_TD = interleave_rows(
             layout,
@@ -101,6 +98,10 @@ class SequencePreprocessor(nn.Module):
         )
         tokens_TD = self.dropout(self.position(sequence).values_TD)
         return sequence.with_values(tokens_TD.to(self._dtype)), layout
+
+    def _project(self, feature: str, rows: Tensor) -> Tensor:
+        name = f"feature_{feature}"
+        return self.projections[name](rows) if name in self.projections else rows
 
     def _layout(self, batch: SequenceBatch) -> TokenLayout:
         features, facts = batch.features, self._facts

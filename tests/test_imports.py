@@ -30,7 +30,7 @@ OWNERS = {
         "training/optimizer.py",
         "training/checkpoint.py",
     ],
-    "fbgemm_gpu": ["ops/jagged/*.py"],
+    "fbgemm_gpu": ["ops/jagged/*.py", "training/optimizer.py"],
     "hstu": ["ops/hstu_attention/fbgemm_impl.py"],
     "megatron": ["modules/linear/parallel.py", "training/distributed.py", "training/sharding.py"],
     "transformer_engine": ["modules/linear/te.py", "training/precision.py"],

@@ -75,7 +75,7 @@ def test_a_fresh_process_scores_a_checkpoint_as_training_did(
     logged = {r["split"]: r for r in records(folder) if r["step"] == 20 and r["split"] != "train"}
     assert set(printed) == set(logged) == {"validation", "test"}
     for split, figures in logged.items():
-        del figures["step"], figures["split"], printed[split]["split"]
+        del figures["step"], figures["split"], printed[split]["split"], printed[split]["run"]
         assert printed[split] == pytest.approx(figures, rel=1e-6)
 
 

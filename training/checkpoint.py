@@ -1,18 +1,19 @@
 """Checkpoints: everything a run needs to go on exactly, published whole or not at all.
 
     checkpoints/step-00000700/
-        state.json              format version, step, data position, world size, versions
-        operative_config.gin    the settings of the run that wrote it
         *.distcp, .metadata     torch.distributed.checkpoint: weights, optimizers, RNG streams
+        operative_config.gin    the settings of the run that wrote it
+        state.json              format version, step, data position, versions, sizes of the files
 
-A checkpoint is written beside its place under a temporary name and renamed when it is complete, so
-a folder that carries its name can be loaded.
+A checkpoint is written beside its place under a temporary name and renamed when it is complete.
+state.json comes last and lists the other files: what is cut or missing later is noticed.
 """
 
 import json
 import logging
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +33,57 @@ CONFIG_NAME = "operative_config.gin"
 _STATE_NAME = "state.json"
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; earlier ones are untouched."""
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint with the highest step below ``folder``, None if there is none."""
-    complete = [path.parent for path in folder.glob(f"step-*/{_STATE_NAME}")]
-    return max(complete, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    """The complete checkpoint with the highest step in ``folder``, None if there is none.
+
+    Damaged ones are passed over with a warning that says why.
+    """
+    for path in reversed(_checkpoints(folder)):
+        try:
+            read_state(path)
+        except ValueError as error:
+            logger.warning("passing over %s", error)
+        else:
+            return path
+    return None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The host-side state of a checkpoint.
+    """The host-side state of a checkpoint, once all its files are there in full length.
 
     Raises:
         ValueError: not a complete checkpoint, or of a format this version does not read.
     """
+    way_out = "name another folder checkpoints/step-N of a run, or resume = 'latest'"
     path = checkpoint / _STATE_NAME
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{checkpoint} is not a complete checkpoint ({_STATE_NAME}: {error}); name a folder "
-            "checkpoints/step-N of a run, or resume = 'latest'"
+            f"{checkpoint}: not a complete checkpoint ({_STATE_NAME}: {error}); {way_out}"
         ) from None
     if state.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path}: format_version must be {FORMAT_VERSION}, got "
             f"{state.get('format_version')!r}; load it with the version of Octet that wrote it"
         )
+    for name, num_bytes in state["files"].items():
+        file = checkpoint / name
+        found = file.stat().st_size if file.exists() else "no file"
+        if found != num_bytes:
+            raise ValueError(
+                f"{checkpoint}: not a complete checkpoint ({name} must have {num_bytes} bytes, "
+                f"got {found}); {way_out}"
+            )
     return state
 
 
@@ -64,82 +91,97 @@ class Checkpointer:
     """Saves and loads the state of one run.
 
     Args:
-        folder: where ``step-N`` folders go.
         model, optimizer: what is saved.
+        description: further host-side facts for state.json (run folder, data sets, optimizers).
         operative_config: text of the run's settings, kept in every checkpoint.
         keep_last: number of newest checkpoints that stay, None for all.
     """
 
     def __init__(
         self,
-        folder: Path,
         *,
         world: World,
         model: DistributedModelParallel,
         optimizer: RunOptimizer,
+        description: Mapping[str, Any],
         operative_config: str,
         keep_last: int | None,
     ) -> None:
-        self._folder = folder
         self._world = world
         self._model = model
         self._optimizer = optimizer
+        self._description = dict(description)
         self._operative_config = operative_config
         self._keep_last = keep_last
 
-    def save(self, step: int, data_state: Mapping[str, Any]) -> Path:
-        """Writes the checkpoint of ``step`` and drops the oldest ones; collective.
+    def save(self, folder: Path, step: int, *, run: Path, data_state: Mapping[str, Any]) -> Path:
+        """Writes ``folder/step-N`` and drops the oldest ones there; collective.
 
         Raises:
-            RuntimeError: it could not be written; earlier checkpoints are untouched.
+            CheckpointError: it could not be written, the same on every rank.
         """
-        final = self._folder / f"step-{step:08d}"
-        aside = self._folder / f".writing-{final.name}"
-        failure = ""
-        try:
-            if self._world.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True)
-            dist.barrier()
-            dcp.save(self._tensors(), checkpoint_id=str(aside), no_dist=False)
-            if self._world.is_main:
-                self._publish(aside, final, step, data_state)
-        except (OSError, CheckpointException) as error:
-            failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        failures: list[str] = [""] * self._world.world_size
-        dist.all_gather_object(failures, failure)
-        if any(failures):
-            if self._world.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
-            first = next(text for text in failures if text)
-            raise RuntimeError(
-                f"the checkpoint of step {step} could not be written to {self._folder} ({first}); "
-                f"the newest complete one is {latest_checkpoint(self._folder)}"
-            )
-        return final
-
-    def _publish(self, aside: Path, final: Path, step: int, data_state: Mapping[str, Any]) -> None:
+        final = folder / f"step-{step:08d}"
+        aside = folder / f".writing-{final.name}"
         state = {
             "format_version": FORMAT_VERSION,
             "step": step,
+            "run": str(run.resolve()),
             "data": dict(data_state),
             "world_size": self._world.world_size,
             "torch_version": torch.__version__,
+            **self._description,
         }
+        try:
+            self._on_main(lambda: _prepare(folder, aside), final)
+            self._agreed(lambda: dcp.save(self._tensors(), checkpoint_id=str(aside)), final)
+            self._on_main(lambda: self._publish(aside, final, state), final)
+        except CheckpointError:
+            if self._world.is_main:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+        return final
+
+    def _on_main(self, action: Callable[[], object], final: Path) -> None:
+        self._agreed(action if self._world.is_main else lambda: None, final)
+
+    def _agreed(self, action: Callable[[], object], final: Path) -> None:
+        """Runs a part of a save; if it fails on one rank, it fails on all of them."""
+        failure = ""
+        try:
+            action()
+        except (OSError, CheckpointException) as error:
+            failure = _cause(error)
+        failures: list[str] = [failure]
+        if self._world.world_size > 1:
+            failures = [""] * self._world.world_size
+            dist.all_gather_object(failures, failure)
+        cause = next((text for text in failures if text), None)
+        if cause is not None:
+            newest = latest_checkpoint(final.parent)
+            raise CheckpointError(
+                f"{final} could not be written ({cause}); free space or set "
+                f"TrainerArgs.ckpt_save_dir, then resume from "
+                f"{newest or 'the start: there is no earlier checkpoint'}"
+            )
+
+    def _publish(self, aside: Path, final: Path, state: dict[str, Any]) -> None:
         (aside / CONFIG_NAME).write_text(self._operative_config, encoding="utf-8")
+        state["files"] = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
         (aside / _STATE_NAME).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = final.with_name(f".replaced-{final.name}")
+        if final.exists():
+            final.rename(replaced)
         aside.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         if self._keep_last is not None:
-            for old in sorted(self._folder.glob("step-*"))[: -self._keep_last]:
+            for old in _checkpoints(final.parent)[: -self._keep_last]:
                 shutil.rmtree(old, ignore_errors=True)
         logger.info("saved %s", final)
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
         """Restores weights, optimizers and this rank's RNG stream; returns the host-side state.
 
-        A run on another number of processes gets fresh RNG streams for the ranks that the
-        checkpoint does not know, and says so.
+        A run on another number of processes gets fresh RNG streams and says so.
 
         Raises:
             ValueError: see ``read_state``; RuntimeError: files that are damaged or do not fit.
@@ -180,14 +222,31 @@ def load_weights(model: DistributedModelParallel, checkpoint: Path) -> None:
     _load({"model": model.state_dict()}, checkpoint)
 
 
+def _prepare(folder: Path, aside: Path) -> None:
+    """Makes the folder to write into; leftovers of a save that was killed go."""
+    for leftover in folder.glob(".writing-step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong, out of torch's collection of what went wrong on which rank."""
+    if isinstance(error, CheckpointException):
+        for failure, _ in error.failures.values():
+            if isinstance(failure, KeyboardInterrupt):
+                raise failure
+            return f"{type(failure).__name__}: {failure}".splitlines()[0]
+    return f"{type(error).__name__}: {error}"
+
+
 def _load(tensors: dict[str, Any], checkpoint: Path) -> None:
     try:
         dcp.load(tensors, checkpoint_id=str(checkpoint))
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
-        reason = str(error).strip().splitlines()
+        cause = _cause(error)
         raise RuntimeError(
-            f"{checkpoint} cannot be loaded ({reason[-1] if reason else type(error).__name__}); "
-            "its files are damaged or belong to another model; name another checkpoint"
+            f"{checkpoint} cannot be loaded ({cause}); its files are damaged or belong to another "
+            "model; name another checkpoint"
         ) from error
 
 

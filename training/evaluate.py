@@ -1,6 +1,7 @@
 """Scores a whole split: every real event once, whatever the batch size and number of ranks."""
 
 import itertools
+import math
 
 import torch
 import torch.distributed as dist
@@ -49,4 +50,4 @@ def evaluate(
         model.train(was_training)
     dist.all_reduce(totals)
     loss_sum, num_labels = totals.tolist()
-    return {"loss": loss_sum / max(num_labels, 1.0)} | metrics.compute()
+    return {"loss": loss_sum / num_labels if num_labels else math.nan} | metrics.compute()

@@ -5,11 +5,10 @@ Both follow the same schedule. ``OptimizerArgs`` names are resolved here, once, 
 
 import logging
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -20,6 +19,8 @@ from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from configs.schema import OptimizerArgs
+from model.ranking import RankingTrunk
+from modules.embedding import ShardedTables
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,17 @@ def resolve_table_optimizer(args: OptimizerArgs, device_type: str) -> str:
     return name
 
 
-def fuse_table_optimizer(tables: nn.Module, args: OptimizerArgs, *, device_type: str) -> None:
+def fuse_table_optimizer(tables: ShardedTables, args: OptimizerArgs, *, device_type: str) -> None:
     """Marks the tables, before they are sharded, to update their rows inside backward."""
     name = resolve_table_optimizer(args, device_type)
-    logger.info("sharded tables run %s inside backward", name)
+    if len(tables.collections):
+        logger.info("sharded tables run %s inside backward", name)
     settings: dict[str, Any] = {"lr": _table_learning_rate(args)}
     if name != "sgd":
         settings |= {"eps": args.adam_eps, "weight_decay": args.sparse_weight_decay}
+    if name == "rowwise_adagrad":
+        # L2: added to the gradient of the rows that a batch reads, before the accumulator.
+        settings["weight_decay_mode"] = WeightDecayMode.L2
     if name == "adam":
         settings |= {"beta1": args.adam_beta1, "beta2": args.adam_beta2}
     apply_optimizer_in_backward(_TABLE_OPTIMIZERS[name], tables.parameters(), settings)
@@ -66,12 +71,12 @@ def fuse_table_optimizer(tables: nn.Module, args: OptimizerArgs, *, device_type:
 
 def learning_rate_factor(args: OptimizerArgs, *, step: int, num_steps: int) -> float:
     """Schedule's factor on the learning rates for a 1-based step: linear warm-up, then constant,
-    cosine to zero or linear to zero at ``num_steps``."""
+    or towards zero along a cosine or a line, which they would reach one step past the last."""
     if step <= args.warmup_steps:
         return step / args.warmup_steps
     if args.lr_schedule == "constant":
         return 1.0
-    progress = (step - args.warmup_steps) / max(1, num_steps - args.warmup_steps)
+    progress = (step - 1 - args.warmup_steps) / max(1, num_steps - args.warmup_steps)
     progress = min(progress, 1.0)
     if args.lr_schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -92,8 +97,8 @@ class RunOptimizer:
     ) -> None:
         self._args = args
         self._num_steps = num_steps
-        self._trunk: nn.Module = model.module.trunk
-        self.dense = _dense_optimizer(self._trunk, args)
+        self._trunk: RankingTrunk = model.module.trunk
+        self.dense = dense_optimizer(self._trunk, args)
         self.tables = model.fused_optimizer
 
     def begin_step(self, step: int) -> float:
@@ -128,25 +133,23 @@ def _table_learning_rate(args: OptimizerArgs) -> float:
     return args.learning_rate if rate is None else rate
 
 
-def _dense_optimizer(trunk: nn.Module, args: OptimizerArgs) -> torch.optim.Optimizer:
-    decayed, undecayed = _split_by_decay(trunk.named_parameters())
+def dense_optimizer(trunk: RankingTrunk, args: OptimizerArgs) -> torch.optim.Optimizer:
+    """Matrices decay by weight_decay, replicated tables by their own, vectors not at all."""
+    tables, matrices, vectors = [], [], []
+    for name, parameter in trunk.named_parameters():
+        is_table = name.startswith("replicated.")
+        (tables if is_table else matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    table_decay = args.replicated_weight_decay
     groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": args.weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+        {
+            "params": tables,
+            "weight_decay": args.weight_decay if table_decay is None else table_decay,
+        },
     ]
-    betas = (args.adam_beta1, args.adam_beta2)
     if args.optimizer_str == "sgd":
         return torch.optim.SGD(groups, lr=args.learning_rate)
     kind = torch.optim.AdamW if args.optimizer_str == "adamw" else torch.optim.Adam
+    betas = (args.adam_beta1, args.adam_beta2)
     return kind(groups, lr=args.learning_rate, betas=betas, eps=args.adam_eps)
-
-
-def _split_by_decay(
-    named: Iterable[tuple[str, nn.Parameter]],
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices and tables decay; vectors (biases, norm weights) do not."""
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
-    for _, parameter in named:
-        (decayed if parameter.ndim >= 2 else undecayed).append(parameter)
-    return decayed, undecayed

@@ -5,6 +5,7 @@ It drains there, so no batch is ever in flight while the model evaluates or is s
 was fetched is exactly what was trained on.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from data.batch import SequenceBatch
 from training.optimizer import RunOptimizer
 from training.step import StepResult
+
+logger = logging.getLogger(__name__)
 
 StepFunction = Callable[[SequenceBatch], StepResult]
 
@@ -89,7 +92,14 @@ def build_pipeline(
     optimizer: RunOptimizer,
     device: torch.device,
 ) -> Pipeline:
-    """The pipeline that ``TrainerArgs.pipeline_type`` names ("none" or "native")."""
-    if pipeline_type == "none":
+    """The pipeline that ``TrainerArgs.pipeline_type`` names ("none" or "native").
+
+    Without sharded tables there is no input distribution to overlap, and TorchRec's pipeline has
+    nothing to hold on to: "native" then runs the steps one after the other, and says so.
+    """
+    has_sharded_tables = len(model.module.tables.collections) > 0
+    if pipeline_type == "native" and not has_sharded_tables:
+        logger.info("TrainerArgs.pipeline_type = 'native' overlaps nothing without sharded tables")
+    if pipeline_type == "none" or not has_sharded_tables:
         return SequentialPipeline(step, device=device)
     return SparseDistPipeline(step, model=model, optimizer=optimizer, device=device)

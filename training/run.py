@@ -1,16 +1,20 @@
 """What the entry scripts do once the settings are read: check, build, train or evaluate."""
 
-import json
+import dataclasses
 import logging
+import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from configs.schema import ExperimentArgs
-from training.startup import check_built, check_data, check_machine
+from training.startup import check_built, check_data, check_folders, check_machine
+
+logger = logging.getLogger(__name__)
 
 
 def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
@@ -22,12 +26,14 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
     with _told_in_one_line():
         check_built(experiment)
         check_data(experiment)
+        if evaluate is None:
+            check_folders(experiment)
     # Deprecations inside torch and torchrec are for their authors, not for a user.
     warnings.simplefilter("ignore", FutureWarning)
     # torch takes seconds to import: everything that can fail without it has been checked.
-    import torch
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from training.checkpoint import CheckpointError
     from training.distributed import process_group
     from training.step import NonFiniteError
     from training.telemetry import set_up_logging
@@ -35,43 +41,59 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
 
     @record
     def launched() -> None:
-        with process_group() as world:
-            set_up_logging(is_main=world.is_main)
+        with ExitStack() as stack:
             with _told_in_one_line():
-                check_machine(
-                    experiment, device_type=world.device.type, world_size=world.world_size
-                )
-                trainer = Trainer(experiment, world=world)
+                timeout_seconds = experiment.trainer.process_group_timeout_seconds
+                world = stack.enter_context(process_group(timeout_seconds=timeout_seconds))
+                set_up_logging(is_main=world.is_main)
+                check_machine(experiment, device_type=world.device.type)
+                checked = _without_start(experiment) if evaluate is not None else experiment
+                trainer = Trainer(checked, world=world)
                 if evaluate is not None:
-                    trainer.load_weights(Path(evaluate))
-            if evaluate is not None:
-                for fold in ("validation", "test"):
-                    _print(world.is_main, trainer.evaluate(fold), split=fold)
-                return
-            try:
+                    for fold, figures in trainer.evaluate_checkpoint(Path(evaluate)).items():
+                        _tell(world.is_main, experiment, figures, split=fold, run=evaluate)
+                    return
+            with _told_in_one_line((NonFiniteError, CheckpointError, OSError)):
                 figures = trainer.fit()
-            except NonFiniteError as error:
-                sys.stderr.write(f"error: rank {world.rank}: {error}\n")
-                raise SystemExit(1) from None
-            _print(world.is_main, figures, split="test", run=str(trainer.folder))
+            _tell(world.is_main, experiment, figures, split="test", run=str(trainer.folder))
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     launched()
 
 
-def _print(is_main: bool, figures: Mapping[str, float], **labels: str) -> None:
-    if is_main:
-        sys.stdout.write(json.dumps({**labels, **figures}) + "\n")
-        sys.stdout.flush()
+def _without_start(experiment: ExperimentArgs) -> ExperimentArgs:
+    """The experiment without what it would have started from: evaluation names its weights."""
+    trainer = dataclasses.replace(experiment.trainer, resume=None, ckpt_load_dir=None)
+    return dataclasses.replace(experiment, trainer=trainer)
+
+
+def _tell(
+    is_main: bool, experiment: ExperimentArgs, figures: Mapping[str, float], *, split: str, run: str
+) -> None:
+    """The metrics asked for as a log line, all of them as a line of JSON on standard output."""
+    if not is_main:
+        return
+    from training.telemetry import to_json
+
+    assert experiment.ranking is not None
+    names = experiment.ranking.eval_metrics
+    shown = "  ".join(f"{name} {figures.get(name.lower(), math.nan):.4f}" for name in names)
+    logger.info("%s: %s  (%s)", split, shown, run)
+    sys.stdout.write(to_json({"split": split, "run": run, **figures}) + "\n")
+    sys.stdout.flush()
+
+
+_REFUSALS = (ValueError, RuntimeError, NotImplementedError, OSError)
 
 
 @contextmanager
-def _told_in_one_line() -> Iterator[None]:
-    """Turns a refusal into one line on stderr (of rank 0) and exit status 1."""
+def _told_in_one_line(kinds: tuple[type[Exception], ...] = _REFUSALS) -> Iterator[None]:
+    """Turns errors of these kinds into one line on stderr and exit status 1."""
     try:
         yield
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        logging.getLogger(__name__).debug("refused", exc_info=error)
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"error: {error}\n")
+    except kinds as error:
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            # All ranks refuse alike: rank 0 speaks first, and torchrun then ends the others.
+            time.sleep(2.0)
+        sys.stderr.write(f"error: {f'rank {rank}: ' if rank != '0' else ''}{error}\n")
         raise SystemExit(1) from None

@@ -1,16 +1,49 @@
-"""Where a run's files go: runs/<name>/, never over an earlier run."""
+"""Where a run's files go: runs/<name>/, never over or beside another run."""
 
+import fcntl
 import itertools
+import logging
 from pathlib import Path
+from typing import IO
 
 from configs.schema import ExperimentArgs
-from training.checkpoint import latest_checkpoint
+from training.checkpoint import latest_checkpoint, read_state
+
+logger = logging.getLogger(__name__)
 
 
-def new_run_folder(experiment: ExperimentArgs) -> Path:
-    """The folder asked for, or the first of its -2, -3, ... that is not in use."""
-    wanted = Path(experiment.output_dir)
-    return next(path for path in _numbered(wanted) if not path.exists() or not any(path.iterdir()))
+def claim_new_folder(experiment: ExperimentArgs) -> Path:
+    """Makes the folder asked for, or the first of its -2, -3, ... that is not in use.
+
+    Two runs that start together get two folders: making one is what claims it.
+    """
+    for path in _numbered(Path(experiment.output_dir)):
+        if path.is_dir() and not any(path.iterdir()):
+            return path
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("the numbers do not end")
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Holds the folder for this process until the returned file is closed.
+
+    Raises:
+        RuntimeError: another process trains in it.
+    """
+    lock = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise RuntimeError(
+            f"{folder} must be used by one run at a time, but another process trains in it; wait "
+            "for it, end it, or set TrainerArgs.output_dir"
+        ) from None
+    return lock
 
 
 def resumed_checkpoint(experiment: ExperimentArgs) -> Path:
@@ -26,30 +59,42 @@ def resumed_checkpoint(experiment: ExperimentArgs) -> Path:
     if resume != "latest":
         return Path(resume)
     wanted = Path(experiment.output_dir)
-    runs = list(itertools.takewhile(lambda path: path.exists(), _numbered(wanted)))
+    runs = list(itertools.takewhile(Path.exists, _numbered(wanted)))
     for run in reversed(runs):
         found = latest_checkpoint(checkpoint_folder(experiment, run))
         if found is not None:
             return found
     raise ValueError(
-        f"TrainerArgs.resume = 'latest' needs a complete checkpoint in {wanted}/checkpoints, got "
+        f"TrainerArgs.resume = 'latest' needs a complete checkpoint of a run in {wanted}, got "
         "none; start without resume, or name a checkpoint folder"
     )
 
 
-def run_of(checkpoint: Path) -> Path | None:
-    """The run folder that a checkpoint lies in, None where it lies outside of one."""
-    run = checkpoint.resolve().parent.parent
-    return run if (run / "metrics.jsonl").exists() else None
+def folder_to_resume_in(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint continues, None where a new one has to be made.
+
+    Going back to an older checkpoint starts a new folder, so that the newer ones stay what they
+    are: the end of another story.
+    """
+    run = Path(read_state(checkpoint)["run"])
+    if not run.is_dir():
+        return None
+    newest = latest_checkpoint(checkpoint.parent)
+    if newest is not None and newest.name != checkpoint.resolve().name:
+        logger.warning(
+            "%s is newer than %s: this run goes on in a new folder", newest, checkpoint.name
+        )
+        return None
+    return run
 
 
 def checkpoint_folder(experiment: ExperimentArgs, run: Path) -> Path:
-    """Where the run's checkpoints go."""
+    """Where the run's checkpoints go: in it, or in a folder of its name in ckpt_save_dir."""
     asked = experiment.trainer.ckpt_save_dir
-    return run / "checkpoints" if asked is None else Path(asked)
+    return run / "checkpoints" if asked is None else Path(asked) / run.name
 
 
-def _numbered(wanted: Path) -> itertools.chain[Path]:
+def _numbered(wanted: Path) -> "itertools.chain[Path]":
     return itertools.chain(
         [wanted], (wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(2))
     )

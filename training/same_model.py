@@ -1,10 +1,11 @@
 """Whether a checkpoint's weights mean the same under the present settings."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from configs.loader import load_experiment
-from configs.schema import ExperimentArgs
+from configs.schema import BenchmarkDatasetArgs, ExperimentArgs
 from training.checkpoint import CONFIG_NAME, read_state
 
 # Settings that leave the function a model computes in evaluation as it is.
@@ -21,21 +22,40 @@ _FREE = {
 
 
 def check_same_model(checkpoint: Path, experiment: ExperimentArgs) -> None:
-    """Compares the settings stored in a checkpoint with the present ones.
+    """Refuses a checkpoint whose settings make another model than the present ones.
 
     Raises:
-        ValueError: one differs that changes the model or its inputs, naming the field, both values
-            and the way out; or ``checkpoint`` is no checkpoint.
+        ValueError: naming the field, both values and the way out; or ``checkpoint`` is none.
     """
+    _compare(checkpoint, experiment, _model_settings, "makes another model of the same weights")
+
+
+def check_same_data(checkpoint: Path, experiment: ExperimentArgs) -> None:
+    """Refuses data settings under which events that were trained on could be scored as test.
+
+    Raises:
+        ValueError: naming the field, both values and the way out; or ``checkpoint`` is none.
+    """
+    _compare(
+        checkpoint, experiment, _data_settings, "could score events that these weights have seen"
+    )
+
+
+def _compare(
+    checkpoint: Path,
+    experiment: ExperimentArgs,
+    settings: Callable[[ExperimentArgs], dict[str, object]],
+    consequence: str,
+) -> None:
     read_state(checkpoint)
     saved = load_experiment(checkpoint / CONFIG_NAME, task=experiment.task)
-    here = _model_settings(experiment)
-    for field, value in _model_settings(saved).items():
+    here = settings(experiment)
+    for field, value in settings(saved).items():
         if here.get(field) != value:
             raise ValueError(
                 f"{field} must be {value!r} as in {checkpoint}, got {here.get(field)!r}: another "
-                "value makes another model of the same weights; use the checkpoint's "
-                f"{CONFIG_NAME} or a checkpoint of these settings"
+                f"value {consequence}; use the checkpoint's {CONFIG_NAME}, or a checkpoint of "
+                "these settings"
             )
 
 
@@ -57,3 +77,13 @@ def _model_settings(experiment: ExperimentArgs) -> dict[str, object]:
         experiment.resolved_disable_contextual_mask
     )
     return settings
+
+
+def _data_settings(experiment: ExperimentArgs) -> dict[str, object]:
+    dataset = experiment.dataset
+    if isinstance(dataset, BenchmarkDatasetArgs):
+        return {"TrainerArgs.seed": experiment.trainer.seed}
+    return {
+        "DatasetArgs.split": experiment.split,
+        "DatasetArgs.train_on_validation": dataset.train_on_validation,
+    }

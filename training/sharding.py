@@ -46,7 +46,9 @@ def shard_tables(
         ),
         batch_size=batch_size,
         constraints={
-            spec.name: ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
+            spec.module_name: ParameterConstraints(
+                sharding_types=["row_wise"], compute_kernels=["fused"]
+            )
             for spec in specs
             if spec.is_sharded
         },
@@ -90,8 +92,8 @@ def initialize_dense(model: nn.Module, *, seed: int, name: str = "") -> None:
 
 
 @torch.no_grad()
-def initialize_tables(model: DistributedModelParallel, *, seed: int, scale: float) -> None:
-    """Fills the sharded rows with normal(0, scale), whatever the number of ranks.
+def initialize_tables(model: DistributedModelParallel, *, seed: int, std: float) -> None:
+    """Fills the sharded rows with normal(0, std), whatever the number of ranks.
 
     Rows are drawn in blocks keyed by (seed, table, block), so a rank draws only the blocks that
     hold its own rows and the table is the same for any sharding.
@@ -101,7 +103,7 @@ def initialize_tables(model: DistributedModelParallel, *, seed: int, scale: floa
             continue
         for shard in weight.local_shards():
             _fill(shard.tensor, name, size=tuple(weight.size()),
-                  offsets=tuple(shard.metadata.shard_offsets), seed=seed, scale=scale)  # fmt: skip
+                  offsets=tuple(shard.metadata.shard_offsets), seed=seed, std=std)  # fmt: skip
 
 
 def _fill(
@@ -111,7 +113,7 @@ def _fill(
     size: tuple[int, ...],
     offsets: tuple[int, ...],
     seed: int,
-    scale: float,
+    std: float,
 ) -> None:
     first_row, first_column = offsets
     end_row, end_column = first_row + rows.size(0), first_column + rows.size(1)
@@ -121,7 +123,7 @@ def _fill(
         draw = torch.randn(end - begin, size[1], generator=_generator(seed, f"{name}/{begin}"))
         low, high = max(begin, first_row), min(end, end_row)
         rows[low - first_row : high - first_row] = (
-            scale * draw[low - begin : high - begin, first_column:end_column]
+            std * draw[low - begin : high - begin, first_column:end_column]
         )
 
 

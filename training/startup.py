@@ -85,7 +85,7 @@ def _value(experiment: ExperimentArgs, field: str) -> str:
     return "(a table)"
 
 
-def check_machine(experiment: ExperimentArgs, *, device_type: str, world_size: int) -> None:
+def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
     """Refuses what this hardware cannot do. Called once torch is there, before data is read.
 
     Raises:
@@ -103,12 +103,20 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str, world_size: i
         )
 
 
-def check_output_folder(folder: Path) -> None:
-    """Refuses a folder that cannot be written, without leaving anything in it.
+def check_folders(experiment: ExperimentArgs) -> None:
+    """Refuses folders that cannot be written, without leaving anything in them; needs no torch.
 
     Raises:
-        RuntimeError: naming the folder and what the system said.
+        RuntimeError: naming field, folder and what the system said.
     """
+    trainer = experiment.trainer
+    if trainer.resume is None or trainer.resume == "latest":
+        _check_folder("TrainerArgs.output_dir", Path(experiment.output_dir))
+    if trainer.ckpt_save_dir is not None and trainer.ckpt_save_interval != 0:
+        _check_folder("TrainerArgs.ckpt_save_dir", Path(trainer.ckpt_save_dir))
+
+
+def _check_folder(field: str, folder: Path) -> None:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         if not existing.is_dir():
@@ -119,6 +127,6 @@ def check_output_folder(folder: Path) -> None:
             os.fsync(probe.fileno())
     except OSError as error:
         raise RuntimeError(
-            f"TrainerArgs.output_dir must be a folder that can be written, got {folder} "
+            f"{field} must be a folder that can be written, got {folder} "
             f"({error.strerror or error}); free it or name another one"
         ) from None

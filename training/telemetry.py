@@ -67,9 +67,8 @@ class Telemetry:
         if not world.is_main:
             return
         path = folder / "metrics.jsonl"
-        kept = _records_up_to(path, first_step)
-        self._file = path.open("w", buffering=1, encoding="utf-8")
-        self._file.writelines(kept)
+        _forget_records_after(path, first_step, num_steps=num_steps)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
         console = Console(stderr=True)
         if console.is_terminal:
@@ -136,10 +135,7 @@ class Telemetry:
             return
         values: dict[str, object] = {"step": step, "split": split} | dict(figures)
         ordered = {key: values.pop(key) for key in _LEADING if key in values} | values
-        for key, value in ordered.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                ordered[key] = None
-        self._file.write(json.dumps(ordered) + "\n")
+        self._file.write(to_json(ordered) + "\n")
         for key, value in figures.items():
             self._tensorboard.add_scalar(f"{split}/{key}", value, step)
         shown = "  ".join(f"{key} {_short(value)}" for key, value in figures.items())
@@ -150,9 +146,29 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _records_up_to(path: Path, last_step: int) -> list[str]:
-    if last_step == 0 or not path.exists():
-        return []
+def to_json(figures: Mapping[str, object]) -> str:
+    """One line of JSON; NaN and infinity, which JSON does not have, become null."""
+    return json.dumps(
+        {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in figures.items()
+        }
+    )
+
+
+def _forget_records_after(path: Path, last_step: int, *, num_steps: int) -> None:
+    """Takes back what a resumed run is going to write again."""
+    if not path.exists():
+        return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    # A line cut short by a crash has no newline and is dropped with what came after it.
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
+    kept = []
+    for line in lines:
+        if not line.endswith("\n"):
+            break  # cut short by a crash
+        record = json.loads(line)
+        is_final = record["step"] == num_steps and record["split"] != "train"
+        if record["step"] <= last_step and not is_final:
+            kept.append(line)
+    aside = path.with_suffix(".aside")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)

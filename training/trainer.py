@@ -4,6 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,13 +18,18 @@ from model.build import build_ranking_model
 from training.checkpoint import Checkpointer, load_weights, read_state
 from training.distributed import World
 from training.evaluate import evaluate
-from training.optimizer import RunOptimizer, fuse_table_optimizer
-from training.pipeline import build_pipeline
+from training.optimizer import RunOptimizer, fuse_table_optimizer, resolve_table_optimizer
+from training.pipeline import Pipeline, build_pipeline
 from training.profile import StepProfiler
-from training.run_folder import checkpoint_folder, new_run_folder, resumed_checkpoint, run_of
-from training.same_model import check_same_model
+from training.run_folder import (
+    checkpoint_folder,
+    claim_new_folder,
+    folder_to_resume_in,
+    lock_folder,
+    resumed_checkpoint,
+)
+from training.same_model import check_same_data, check_same_model
 from training.sharding import initialize_dense, initialize_tables, shard_tables
-from training.startup import check_output_folder
 from training.step import TrainStep
 from training.telemetry import Telemetry
 
@@ -46,11 +52,7 @@ class Trainer:
         self.experiment, self.world = experiment, world
         trainer = experiment.trainer
         self.checkpoint = resumed_checkpoint(experiment) if trainer.resume is not None else None
-        folder = run_of(self.checkpoint) if self.checkpoint is not None else None
-        self.folder = folder or _agreed_folder(experiment, world)
-        check_output_folder(self.folder)
-        if self.checkpoint is not None:
-            read_state(self.checkpoint)
+        self.folder = folder_to_resume_in(self.checkpoint) if self.checkpoint is not None else None
         self.datasets = self._datasets()
         self.loaders = {fold: self._loader(fold) for fold in ("train", "validation", "test")}
         self.num_steps = self._total_steps()
@@ -61,19 +63,31 @@ class Trainer:
         model.trunk.to(world.device)
         fuse_table_optimizer(model.tables, experiment.optimizer, device_type=world.device.type)
         self.model = shard_tables(model, specs, world=world, batch_size=trainer.train_batch_size)
-        initialize_tables(self.model, seed=trainer.seed, scale=0.02)
+        initialize_tables(self.model, seed=trainer.seed, std=experiment.network.embedding_init_std)
         # Replicas start equal; dropout must differ between ranks, or they repeat each other.
         torch.manual_seed(trainer.seed * 1_000_003 + world.rank)
         self.optimizer = RunOptimizer(self.model, experiment.optimizer, num_steps=self.num_steps)
         self.checkpointer = Checkpointer(
-            checkpoint_folder(experiment, self.folder),
             world=world,
             model=self.model,
             optimizer=self.optimizer,
+            description={"optimizers": self._optimizers(), "datasets": self._fingerprints()},
             operative_config=experiment_to_gin(experiment),
             keep_last=trainer.ckpt_keep_last,
         )
         self.first_step = self._restore()
+
+    def _optimizers(self) -> dict[str, str]:
+        """Names of the optimizers whose state a checkpoint holds, by field."""
+        args = self.experiment.optimizer
+        tables = resolve_table_optimizer(args, self.world.device.type)
+        return {
+            "OptimizerArgs.optimizer_str": args.optimizer_str,
+            "OptimizerArgs.sparse_optimizer_str": tables,
+        }
+
+    def _fingerprints(self) -> dict[str, str]:
+        return {fold: loader.dataset.fingerprint for fold, loader in self.loaders.items()}
 
     def _datasets(self) -> Datasets:
         experiment = self.experiment
@@ -113,30 +127,62 @@ class Trainer:
         weights = self.experiment.trainer.ckpt_load_dir
         if self.checkpoint is None:
             if weights is not None:
-                self.load_weights(Path(weights))
+                check_same_model(Path(weights), self.experiment)
+                load_weights(self.model, Path(weights))
+                logger.info("weights of %s", weights)
             return 0
         check_same_model(self.checkpoint, self.experiment)
-        state = self.checkpointer.load(self.checkpoint)
+        state = read_state(self.checkpoint)
+        for field, name in self._optimizers().items():
+            if state["optimizers"][field] != name:
+                raise ValueError(
+                    f"{field} must be {state['optimizers'][field]!r} as in {self.checkpoint} to "
+                    f"resume, got {name!r}; keep it, or start a new run from the weights with "
+                    "TrainerArgs.ckpt_load_dir"
+                )
+        if state["step"] > self.num_steps:
+            raise ValueError(
+                f"TrainerArgs.max_train_iters must be at least {state['step']}, the steps that "
+                f"{self.checkpoint} has behind it, got {self.num_steps} steps in all; raise it "
+                "(or num_epochs)"
+            )
         self.loaders["train"].load_state_dict(state["data"])
+        self.checkpointer.load(self.checkpoint)
         logger.info("resumed %s after step %d", self.checkpoint, state["step"])
         return int(state["step"])
 
-    def load_weights(self, checkpoint: Path) -> None:
-        """Takes tables and dense weights from a checkpoint of the same model."""
-        check_same_model(checkpoint, self.experiment)
-        load_weights(self.model, checkpoint)
-        logger.info("weights of %s", checkpoint)
+    def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, dict[str, float]]:
+        """Figures of the held-out folds under a checkpoint's weights, by fold.
 
-    def evaluate(self, fold: str) -> dict[str, float]:
+        Folds that are empty, or that the weights were trained on, are left out.
+
+        Raises:
+            ValueError: the checkpoint belongs to another model or another split.
+        """
+        check_same_model(checkpoint, self.experiment)
+        check_same_data(checkpoint, self.experiment)
+        for fold, saved in read_state(checkpoint)["datasets"].items():
+            if fold != "train" and saved != self._fingerprints()[fold]:
+                logger.warning(
+                    "the %s fold holds other samples than when %s was saved", fold, checkpoint
+                )
+        load_weights(self.model, checkpoint)
+        folds = (["validation"] if self._validates() else []) + ["test"]
+        return {fold: self.evaluate(fold) for fold in folds}
+
+    def evaluate(self, fold: str, *, max_batches: int | None = None) -> dict[str, float]:
         """Loss and metrics of "validation" or "test" with the present weights."""
-        limit = self.experiment.trainer.max_eval_iters
-        return evaluate(self.model.module, self.loaders[fold], world=self.world, max_batches=limit)
+        return evaluate(
+            self.model.module, self.loaders[fold], world=self.world, max_batches=max_batches
+        )
 
     def fit(self) -> dict[str, float]:
         """Trains to the last step, saves, and returns the figures of the test fold.
 
         Raises:
             NonFiniteError: at the first step that is not finite, before it changed anything.
+            CheckpointError: a checkpoint could not be written.
+            RuntimeError: the run folder cannot be used.
         """
         trainer = self.experiment.trainer
         step = TrainStep(
@@ -152,27 +198,41 @@ class Trainer:
             optimizer=self.optimizer,
             device=self.world.device,
         )
-        self._open_folder()
         self.model.train()
-        telemetry = Telemetry(
-            self.folder, world=self.world, num_steps=self.num_steps, first_step=self.first_step
-        )
-        profiler = StepProfiler(trainer, self.folder, world=self.world, first_step=self.first_step)
-        with telemetry, profiler:
+        with ExitStack() as stack:
+            folder = self._open_folder(stack)
+            telemetry = stack.enter_context(
+                Telemetry(
+                    folder, world=self.world, num_steps=self.num_steps, first_step=self.first_step
+                )
+            )
+            profiler = stack.enter_context(
+                StepProfiler(trainer, folder, world=self.world, first_step=self.first_step)
+            )
             for segment in self._segments():
-                while True:
-                    begin = time.perf_counter()
-                    try:
-                        result = pipeline.progress(segment)
-                    except StopIteration:
-                        break
-                    telemetry.step(result, seconds=time.perf_counter() - begin)
-                    profiler.step(result.step)
-                    if result.step % trainer.log_interval == 0 or result.step == self.num_steps:
-                        telemetry.log_training()
+                self._run_segment(segment, pipeline, telemetry, profiler)
                 pipeline.detach()
                 self._between_segments(step.num_steps, telemetry)
             return self._finish(telemetry)
+
+    def _run_segment(
+        self,
+        segment: Iterator[SequenceBatch],
+        pipeline: Pipeline,
+        telemetry: Telemetry,
+        profiler: StepProfiler,
+    ) -> None:
+        while True:
+            begin = time.perf_counter()
+            try:
+                result = pipeline.progress(segment)
+            except StopIteration:
+                return
+            telemetry.step(result, seconds=time.perf_counter() - begin)
+            profiler.step(result.step)
+            is_last = result.step == self.num_steps
+            if result.step % self.experiment.trainer.log_interval == 0 or is_last:
+                telemetry.log_training()
 
     def _segments(self) -> Iterator[Iterator[SequenceBatch]]:
         """Batches up to the next evaluation, checkpoint or epoch end, again and again.
@@ -204,9 +264,19 @@ class Trainer:
         if step == self.num_steps:
             return
         if step % trainer.eval_interval == 0 and self._validates():
-            telemetry.record(step, "validation", self.evaluate("validation"))
+            figures = self.evaluate("validation", max_batches=trainer.max_eval_iters)
+            telemetry.record(step, "validation", figures)
         if trainer.ckpt_save_interval and step % trainer.ckpt_save_interval == 0:
-            self.checkpointer.save(step, self.loaders["train"].state_dict())
+            self._save(step)
+
+    def _save(self, step: int) -> None:
+        assert self.folder is not None
+        self.checkpointer.save(
+            checkpoint_folder(self.experiment, self.folder),
+            step,
+            run=self.folder,
+            data_state=self.loaders["train"].state_dict(),
+        )
 
     def _validates(self) -> bool:
         """Validation events that are trained on measure nothing."""
@@ -214,25 +284,32 @@ class Trainer:
         return self.loaders["validation"].num_samples > 0 and not trained_on
 
     def _finish(self, telemetry: Telemetry) -> dict[str, float]:
-        if self.experiment.trainer.ckpt_save_interval != 0:
-            self.checkpointer.save(self.num_steps, self.loaders["train"].state_dict())
+        """The last checkpoint and the final figures, over the whole folds."""
+        is_new = self.first_step < self.num_steps
+        if is_new and self.experiment.trainer.ckpt_save_interval != 0:
+            self._save(self.num_steps)
         if self._validates():
             telemetry.record(self.num_steps, "validation", self.evaluate("validation"))
         figures = self.evaluate("test")
         telemetry.record(self.num_steps, "test", figures)
         return figures
 
-    def _open_folder(self) -> None:
+    def _open_folder(self, stack: ExitStack) -> Path:
+        """The run folder, made and locked by rank 0, known to all."""
+        outcome: list[tuple[str, str]] = [("", "")]
         if self.world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "operative_config.gin").write_text(
-                experiment_to_gin(self.experiment), encoding="utf-8"
-            )
-        dist.barrier()
-
-
-def _agreed_folder(experiment: ExperimentArgs, world: World) -> Path:
-    """The new run folder as rank 0 sees it: ranks may look at different moments."""
-    choice: list[str] = [str(new_run_folder(experiment))] if world.is_main else [""]
-    dist.broadcast_object_list(choice)
-    return Path(choice[0])
+            try:
+                folder = self.folder or claim_new_folder(self.experiment)
+                stack.enter_context(lock_folder(folder))
+                (folder / "operative_config.gin").write_text(
+                    experiment_to_gin(self.experiment), encoding="utf-8"
+                )
+                outcome = [(str(folder), "")]
+            except (OSError, RuntimeError) as error:
+                outcome = [("", str(error))]
+        dist.broadcast_object_list(outcome)
+        chosen, failure = outcome[0]
+        if failure:
+            raise RuntimeError(f"the run folder cannot be used: {failure}")
+        self.folder = Path(chosen)
+        return self.folder

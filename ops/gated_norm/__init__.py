@@ -1,8 +1,8 @@
 """The gate behind HSTU attention: normalise, multiply by u, drop out (arXiv 2402.17152, eq. 3)."""
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from ops.dropout import dropout as dropout_rows
 from ops.norm import layer_norm
 
 
@@ -25,4 +25,4 @@ def gated_norm(
     """
     normed = layer_norm(attn_THV.flatten(1), weight, bias_D=bias, eps=eps)
     gated = normed * u_THV.flatten(1)
-    return F.dropout(gated, dropout, training) if training and dropout > 0 else gated
+    return dropout_rows(gated, dropout) if training else gated

@@ -29,6 +29,14 @@ HEAD = "RankingArgs.prediction_head_arch"
             "TrainerArgs.profile = True\nTrainerArgs.profile_step_start = 200",
             ["TrainerArgs.profile_step_end", "profile_step_start = 200", "got 200"],
         ),
+        (
+            "NetworkArgs.num_position_buckets = 6",
+            ["NetworkArgs.num_position_buckets must be >= 7", "5 contextual features", "got 6"],
+        ),
+        (
+            "TrainerArgs.process_group_timeout_seconds = 0",
+            ["TrainerArgs.process_group_timeout_seconds", "> 0, got 0"],
+        ),
         ("TrainerArgs.early_stopping_metric = 'acu'", ["'acu'", "did you mean 'auc'?"]),
         ("DatasetArgs.like_threshold = 1", ["DatasetArgs.like_threshold", "(1, 5]", "got 1"]),
         ("DatasetArgs.like_threshold = 5.5", ["(1, 5]", "got 5.5"]),
@@ -198,6 +206,16 @@ SYNTHETIC = (FILES / "fixed_lengths_prefetch.gin").read_text()
         ("'uniform'", "'lognormal'", ["RandomDistribution.mean", "> 0"]),
         ("contextual_feature_names=[]", "contextual_feature_names=['ad']", ["got 'ad'"]),
         ("= [\n    64, 4,\n]", "= [64, 5]", ["must end with 4", "got [64, 5]"]),
+        (
+            "table_name = 'click'",
+            "table_name = 'click.v2'",
+            ["EmbeddingArgs.table_name", "digits, _ and -", "got 'click.v2'", "'click_v2'"],
+        ),
+        (
+            "['ad', 'click']",
+            "['ad', '-click']",
+            ["FeatureArgs.feature_names", "rename '-click', for example to 'click'"],
+        ),
         ("@clicks/FeatureArgs(),", "@click/FeatureArgs(),", ["did you mean 'clicks'?"]),
         ("@clicks/FeatureArgs(),", "@ad_ids/RandomDistribution(),", ["FeatureArgs()"]),
     ],

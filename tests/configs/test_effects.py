@@ -11,6 +11,12 @@ FP8 = 'MixedPrecisionArgs.mixed_precision_dtype = "fp8"\nMixedPrecisionArgs.'
     ("lines", "field", "reason"),
     [
         ("TrainerArgs.profile_step_start = 5", "profile_step_start = 5", "profile is False"),
+        (
+            "TrainerArgs.profile = True\nTrainerArgs.profile_step_start = 11",
+            "TrainerArgs.profile = True",
+            "TrainerArgs.profile_step_start = 11 comes after the last step, "
+            "TrainerArgs.max_train_iters = 10",
+        ),
         ("TensorModelParallelArgs.sequence_parallel = True", "sequence_parallel", "size is 1"),
         ("NetworkArgs.num_time_buckets = 9", "num_time_buckets", "use_time_bias is False"),
         ("NetworkArgs.embedding_backend = 'x'", "embedding_backend", "servers"),
@@ -36,6 +42,7 @@ def test_field_without_effect_warns_once(
     "lines",
     [
         "TrainerArgs.profile_step_start = 100",
+        "TrainerArgs.profile = True\nTrainerArgs.profile_step_start = 10",
         "NetworkArgs.target_group_size = 1",
         "MixedPrecisionArgs.linear_recipe = 'tensorwise'",
         FP8 + "linear_recipe = 'delayed'\nMixedPrecisionArgs.margin = 1",
@@ -47,6 +54,14 @@ def test_default_or_working_field_does_not_warn(
 ) -> None:
     load(lines)
     assert caplog.messages == []
+
+
+def test_profiled_steps_count_from_1(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    lines = "TrainerArgs.profile = True\nTrainerArgs.profile_step_start = "
+    assert load(lines + "0").trainer.profile_step_start == 1
+    open_end = load(lines + "11", without=("TrainerArgs.max_train_iters",))
+    assert open_end.trainer.profile_step_start == 11
+    assert not any("profile" in message for message in caplog.messages)
 
 
 def test_synthetic_candidates_and_optimizer_fields(

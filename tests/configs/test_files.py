@@ -44,6 +44,17 @@ def test_operative_config_rebuilds_the_run(path: Path, tmp_path) -> None:
     assert experiment_to_gin(rebuilt) == text
 
 
+def test_operative_config_forgets_how_the_run_was_started(tmp_path) -> None:
+    path = CONFIGS / "benchmark_ranking.gin"
+    plain = load_experiment(path, task="ranking")
+    for start in ("resume = 'latest'", "ckpt_load_dir = 'weights'"):
+        started = load_experiment(path, bindings=[f"TrainerArgs.{start}"], task="ranking")
+        assert started != plain
+        saved = tmp_path / "saved.gin"
+        saved.write_text(experiment_to_gin(started))
+        assert load_experiment(saved, task="ranking") == plain
+
+
 def test_operative_config_keeps_odd_text(tmp_path) -> None:
     folder = 'it\'s a "folder"\\with %odd @signs\n'
     path = CONFIGS / "movielens_ranking.gin"

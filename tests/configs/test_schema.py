@@ -57,8 +57,11 @@ def test_every_field_has_a_docstring() -> None:
 
 
 def test_code_is_checked_like_a_file() -> None:
-    with pytest.raises(ValueError, match=r"TrainerArgs\.seed must be an integer >= 0, got True"):
-        schema.TrainerArgs(train_batch_size=1, eval_batch_size=1, seed=True)
+    for seed in (True, 2**31):
+        rule = rf"TrainerArgs\.seed must be an integer >= 0 and <= 2147483647, got {seed}"
+        with pytest.raises(ValueError, match=rule):
+            schema.TrainerArgs(train_batch_size=1, eval_batch_size=1, seed=seed)
+    assert schema.TrainerArgs(train_batch_size=1, eval_batch_size=1, seed=2**31 - 1)
 
 
 def test_values_are_stored_in_one_form() -> None:

@@ -67,12 +67,38 @@ def test_seeds_differ_and_repeat():
     assert _build(seed=3).train.fingerprint != _build(seed=4).train.fingerprint
 
 
-def test_folds_are_disjoint_and_sized_in_global_batches():
-    datasets = _build()
-    folds = (datasets.train, datasets.validation, datasets.test)
-    assert [len(fold) for fold in folds] == [320, 32, 32]
-    ids = [i for fold in folds for i in _all(fold).sample_ids_B.tolist()]
-    assert ids == list(range(384))
+@pytest.mark.parametrize("num_batches", [1, 10, 11, 20])
+def test_held_out_users_are_the_same_for_any_global_batch(num_batches):
+    args = _args(num_generated_batches=num_batches)
+    small, large = (_build(args, global_batch_size=size) for size in (16, 1000))
+    assert (len(small.train), len(large.train)) == (16 * num_batches, 1000 * num_batches)
+    trained = set(_all(large.train).sample_ids_B.tolist())
+    assert trained == set(range(len(large.train)))
+    held_out = set()
+    for fold in ("validation", "test"):
+        one, other = getattr(small, fold), getattr(large, fold)
+        assert len(one) == 32 * max(1, -(-num_batches // 10))
+        assert one.fingerprint == other.fingerprint
+        first, again = _all(one), _all(other)
+        assert first.sample_ids_B.tolist() == again.sample_ids_B.tolist()
+        assert first.features.values().tolist() == again.features.values().tolist()
+        held_out |= set(first.sample_ids_B.tolist())
+    assert len(held_out) == 2 * len(small.test)
+    assert not held_out & trained
+
+
+def test_held_out_users_are_drawn_like_the_others():
+    datasets = _build(_args(num_generated_batches=200))
+    train, validation, test = (
+        _all(fold) for fold in (datasets.train, datasets.validation, datasets.test)
+    )
+    for fold in (validation, test):
+        assert len(set(fold.features["user"].values().tolist())) == 50
+        assert fold.features["item"].values().unique().numel() == NUM_ITEMS
+        for column in ("labels_E", "num_candidates_B"):
+            means = [float(getattr(b, column).double().mean()) for b in (fold, train)]
+            assert means[0] == pytest.approx(means[1], rel=0.1)
+    assert validation.features.values().tolist() != test.features.values().tolist()
 
 
 def test_lengths_and_ids_stay_in_their_bounds():

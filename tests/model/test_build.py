@@ -57,7 +57,7 @@ def test_widths_of_items_and_contextuals_are_free(experiment: ExperimentArgs) ->
     assert specs["zip"] == 6
     model, _ = build_ranking_model(experiment, FACTS, device_type="cpu")
     projections = model.trunk.preprocessor.projections
-    assert set(projections) == set(FACTS.vocab_sizes)
+    assert set(projections) == {f"feature_{name}" for name in FACTS.vocab_sizes}
 
 
 def test_given_tables_replace_the_default_ones(experiment: ExperimentArgs) -> None:

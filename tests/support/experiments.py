@@ -129,8 +129,8 @@ def write_movielens(folder: Path, *, num_users: int = 24, num_items: int = 40) -
     ratings, users = [], []
     for user in range(1, num_users + 1):
         taste = draw.gauss(0, 0.7)
-        for event in range(draw.randint(4, 30)):
-            item = draw.randint(1, num_items)
+        # Each item once, as in MovieLens: equal candidates tie, and noise would break the tie.
+        for event, item in enumerate(draw.sample(range(1, num_items + 1), draw.randint(4, 30))):
             score = 3.5 + taste + quality[item] + draw.gauss(0, 0.3)
             time = 880_000_000 + 1000 * user + event
             ratings.append(f"{user}\t{item}\t{min(5, max(1, round(score)))}\t{time}")

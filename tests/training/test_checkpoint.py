@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.experiments import cpu_world, synthetic_experiment
 from tests.support.two_ranks import TwoRanks
-from training.checkpoint import latest_checkpoint, read_state
+from training.checkpoint import FORMAT_VERSION, CheckpointError, latest_checkpoint, read_state
 from training.distributed import World
 from training.trainer import Trainer
 
@@ -86,26 +86,47 @@ def test_an_unfinished_folder_is_never_the_latest(tmp_path: Path) -> None:
     for name in ("step-00000002", "step-00000010"):
         (tmp_path / name).mkdir()
     assert latest_checkpoint(tmp_path) is None
-    (tmp_path / "step-00000002" / "state.json").write_text("{}")
+    state = {"format_version": FORMAT_VERSION, "files": {}}
+    (tmp_path / "step-00000002" / "state.json").write_text(json.dumps(state))
+    (tmp_path / "step-old").mkdir()
+    (tmp_path / "step-old" / "state.json").write_text(json.dumps(state))
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert found.name == "step-00000002"
 
 
 def test_failed_save_keeps_the_older_checkpoint(
-    run_folder: str, world: World, monkeypatch: pytest.MonkeyPatch
+    run_folder: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(synthetic_experiment(run_folder), world=world)
-    saved = trainer.checkpointer.save(1, {})
+    saved = trainer.checkpointer.save(tmp_path, 1, run=tmp_path, data_state={})
 
     def full_disk(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("training.checkpoint.dcp.save", full_disk)
-    with pytest.raises(RuntimeError, match=r"step 2 .*No space left.*step-00000001"):
-        trainer.checkpointer.save(2, {})
-    assert [path.name for path in saved.parent.iterdir()] == ["step-00000001"]
+    with pytest.raises(CheckpointError, match=r"step-00000002 .*No space left.*step-00000001"):
+        trainer.checkpointer.save(tmp_path, 2, run=tmp_path, data_state={})
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000001"]
     assert read_state(saved)["step"] == 1
+
+
+def _save_below_a_file(rank: int, world_size: int, folder: str, file: str) -> str:
+    trainer = Trainer(synthetic_experiment(folder), world=cpu_world(rank, world_size))
+    try:
+        trainer.checkpointer.save(Path(file) / "below", 1, run=Path(folder), data_state={})
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_folder_that_only_rank_zero_tries_to_make_stops_both(
+    run_folder: str, tmp_path: Path, two_ranks: TwoRanks
+) -> None:
+    (tmp_path / "file").write_text("")
+    for text in two_ranks.run(_save_below_a_file, run_folder, str(tmp_path / "file")):
+        assert "Not a directory" in text
+        assert "TrainerArgs.ckpt_save_dir" in text
 
 
 @pytest.fixture
@@ -125,8 +146,50 @@ def resume(saved: Path, world: World, **network: Any) -> Trainer:
 def test_damaged_file_is_named(saved: Path, world: World) -> None:
     (data,) = saved.glob("*.distcp")
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 3])
+    with pytest.raises(ValueError, match=rf"step-00000001: not a complete .*{data.name} must have"):
+        resume(saved, world)
+
+
+def test_latest_passes_over_a_damaged_checkpoint(
+    run_folder: str, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer_args = {"max_train_iters": 3, "ckpt_save_interval": 1, "ckpt_keep_last": 3}
+    Trainer(synthetic_experiment(run_folder, trainer=trainer_args), world=world).fit()
+    newest = Path(run_folder) / "checkpoints" / "step-00000003"
+    next(newest.glob("*.distcp")).unlink()
+    experiment = synthetic_experiment(run_folder, trainer=trainer_args | {"resume": "latest"})
+    assert Trainer(experiment, world=world).first_step == 2
+    assert "step-00000003: not a complete checkpoint" in caplog.text
+
+
+def test_content_damage_is_named(saved: Path, world: World) -> None:
+    (data,) = saved.glob("*.distcp")
+    data.write_bytes(bytes(data.stat().st_size))
     with pytest.raises(RuntimeError, match=r"step-00000001 cannot be loaded"):
         resume(saved, world)
+
+
+def test_more_steps_than_the_run_has_are_refused(saved: Path, world: World) -> None:
+    experiment = synthetic_experiment(
+        str(saved.parent.parent), trainer={"max_train_iters": 1, "resume": str(saved)}
+    )
+    Trainer(experiment, world=world)
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps(state | {"step": 5}))
+    with pytest.raises(ValueError, match=r"TrainerArgs.max_train_iters must be at least 5"):
+        Trainer(experiment, world=world)
+
+
+def test_another_optimizer_is_refused_naming_the_field(saved: Path, world: World) -> None:
+    for changed in ({"optimizer_str": "sgd"}, {"sparse_optimizer_str": "sgd"}):
+        experiment = synthetic_experiment(
+            str(saved.parent.parent),
+            trainer={"max_train_iters": 2, "resume": str(saved)},
+            optimizer=changed,
+        )
+        (field,) = changed
+        with pytest.raises(ValueError, match=rf"OptimizerArgs.{field} must be .* got 'sgd'"):
+            Trainer(experiment, world=world)
 
 
 def test_other_format_is_refused(saved: Path, world: World) -> None:

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from configs.schema import OptimizerArgs
+from data.loader import build_datasets
+from model.build import build_ranking_model
 from tests.support.experiments import synthetic_experiment
 from training.distributed import World
-from training.optimizer import learning_rate_factor, resolve_table_optimizer
+from training.optimizer import dense_optimizer, learning_rate_factor, resolve_table_optimizer
 from training.step import TrainStep
 from training.trainer import Trainer
 
@@ -21,12 +23,12 @@ def args(**values: object) -> OptimizerArgs:
         ("constant", 1, 0.25),
         ("constant", 4, 1.0),
         ("constant", 99, 1.0),
-        ("linear", 9, 0.5),
-        ("linear", 14, 0.0),
+        ("linear", 10, 0.5),
+        ("linear", 14, 0.1),
         ("linear", 20, 0.0),
-        ("cosine", 4, 1.0),
-        ("cosine", 9, 0.5),
-        ("cosine", 14, 0.0),
+        ("cosine", 5, 1.0),
+        ("cosine", 10, 0.5),
+        ("cosine", 15, 0.0),
     ],
 )
 def test_schedule_warms_up_then_falls(schedule: str, step: int, expected: float) -> None:
@@ -45,13 +47,14 @@ def test_adam_on_cpu_tables_is_refused_by_name() -> None:
 
 
 def test_schedule_reaches_dense_weights_and_tables(run_folder: str, world: World) -> None:
-    """With a cosine that has ended, nothing moves any more."""
+    """Past the end of the line nothing moves any more."""
     experiment = synthetic_experiment(
         run_folder, trainer={"max_train_iters": 2}, optimizer={"lr_schedule": "linear"}
     )
     trainer = Trainer(experiment, world=world)
     step = TrainStep(trainer.model.module, trainer.optimizer)
     batch = next(trainer.loaders["train"].epoch(0))
+    assert step(batch).learning_rate == pytest.approx(1e-2)
     assert step(batch).learning_rate == pytest.approx(5e-3)
     before = {name: _plain(value).clone() for name, value in trainer.model.state_dict().items()}
     assert step(batch).learning_rate == 0.0
@@ -63,16 +66,24 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
     return value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
 
 
-def test_row_wise_adagrad_is_what_it_says(run_folder: str, world: World) -> None:
-    """One step of a table row against the formula: one accumulator a row, the mean square."""
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_row_wise_adagrad_is_what_it_says(run_folder: str, world: World, decay: float) -> None:
+    """One step of a table row against the formula: one accumulator a row, the mean square.
+
+    Weight decay is L2, on the rows that the batch reads.
+    """
     experiment = synthetic_experiment(
         run_folder,
-        optimizer={"sparse_optimizer_str": "rowwise_adagrad", "sparse_learning_rate": 0.1},
+        optimizer={
+            "sparse_optimizer_str": "rowwise_adagrad",
+            "sparse_learning_rate": 0.1,
+            "sparse_weight_decay": decay,
+        },
     )
     trainer = Trainer(experiment, world=world)
     model = trainer.model.module
     batch = next(trainer.loaders["train"].epoch(0))
-    table = trainer.model.state_dict()["tables.collections.0.embeddings.item.weight"]
+    table = trainer.model.state_dict()["tables.collections.0.embeddings.table_item.weight"]
     rows = table.local_shards()[0].tensor
     before = rows.clone()
     captured: list[torch.Tensor] = []
@@ -83,6 +94,7 @@ def test_row_wise_adagrad_is_what_it_says(run_folder: str, world: World) -> None
     TrainStep(model, trainer.optimizer)(batch)
     ids = batch.features["item"].values()
     gradient = torch.zeros_like(before).index_add_(0, ids, captured[0].grad)
+    gradient += decay * before
     root = gradient.square().mean(dim=1, keepdim=True).sqrt()
     expected = before - 0.1 * gradient / (root + experiment.optimizer.adam_eps)
     touched = ids.unique()
@@ -100,8 +112,26 @@ def test_every_cpu_table_optimizer_learns(run_folder: str, world: World, name: s
     trainer.model.train()
     step = TrainStep(trainer.model.module, trainer.optimizer)
     batch = next(trainer.loaders["train"].epoch(0))
-    table = trainer.model.state_dict()["tables.collections.0.embeddings.item.weight"]
+    table = trainer.model.state_dict()["tables.collections.0.embeddings.table_item.weight"]
     before = _plain(table).clone()
     losses = [step(batch).loss for _ in range(15)]
     assert losses[-1] < losses[0] - 0.1
     assert not torch.equal(_plain(table), before)
+
+
+def test_replicated_tables_have_their_own_decay(run_folder: str) -> None:
+    experiment = synthetic_experiment(
+        run_folder, optimizer={"weight_decay": 0.1, "replicated_weight_decay": 0.2}
+    )
+    facts = build_datasets(experiment.dataset, num_classes=5).facts
+    model, _ = build_ranking_model(experiment, facts, device_type="cpu")
+    names = {id(p): name for name, p in model.trunk.named_parameters()}
+    decay = {
+        names[id(parameter)]: group["weight_decay"]
+        for group in dense_optimizer(model.trunk, experiment.optimizer).param_groups
+        for parameter in group["params"]
+    }
+    assert decay.keys() == dict(model.trunk.named_parameters()).keys()
+    assert decay["replicated.tables.table_user_id.weight"] == 0.2
+    assert decay["head.layers.0.weight"] == 0.1
+    assert decay["head.layers.0.bias"] == decay["norm.weight"] == 0.0

@@ -17,7 +17,7 @@ from training.trainer import Trainer
 
 def _initial(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     trainer = Trainer(synthetic_experiment(folder), world=cpu_world(rank, world_size))
-    table = trainer.model.state_dict()["tables.collections.0.embeddings.item.weight"]
+    table = trainer.model.state_dict()["tables.collections.0.embeddings.table_item.weight"]
     shards = [(s.metadata.shard_offsets[0], s.tensor.clone()) for s in table.local_shards()]
     dense = {n: p.detach().clone() for n, p in trainer.model.module.trunk.named_parameters()}
     return {"dense": dense, "shards": shards, "draw": torch.rand(4)}

@@ -106,7 +106,7 @@ def test_resume_repeats_the_straight_run(
     def experiment(folder: Path, **trainer: Any) -> ExperimentArgs:
         settings = {
             "max_train_iters": 12,
-            "train_batch_size": 10,
+            "train_batch_size": 8,
             "pipeline_type": pipeline_type,
             "ckpt_save_interval": 7,
         }
