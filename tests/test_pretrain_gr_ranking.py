@@ -128,6 +128,26 @@ def test_one_failing_rank_ends_the_job(tmp_path: Path) -> None:
     assert "rank      : 1" in result.stderr, "torchrun's summary names the first cause"
 
 
+def test_a_refusal_of_one_rank_is_told_with_its_rank(tmp_path: Path) -> None:
+    script = tmp_path / "refusing.py"
+    script.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(PROJECT_ROOT)!r})\n"
+        "import training.run\n"
+        "def refuse(experiment, *, device_type):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise RuntimeError('the GPU of this rank is missing')\n"
+        "training.run.check_machine = refuse\n"
+        "from pretrain_gr_ranking import main\n"
+        "main()\n"
+    )
+    values = SMALL | {"TrainerArgs.output_dir": str(tmp_path / "run")}
+    result = start("benchmark_ranking.gin", values, processes=2, script=str(script))
+    assert result.returncode != 0
+    assert result.processes_left == 0
+    assert "error: rank 1: the GPU of this rank is missing" in result.stderr
+
+
 REFUSALS = {
     "backend not built": (
         {"NetworkArgs.kernel_backend": "triton"},
@@ -155,6 +175,10 @@ REFUSALS = {
     "folder below a file": (
         {"TrainerArgs.output_dir": str(PROJECT_ROOT / "LICENSE" / "run")},
         ["TrainerArgs.output_dir", "LICENSE"],
+    ),
+    "checkpoints below a file": (
+        {"TrainerArgs.ckpt_save_dir": str(PROJECT_ROOT / "LICENSE" / "run")},
+        ["TrainerArgs.ckpt_save_dir", "LICENSE"],
     ),
     "nothing to resume": ({"TrainerArgs.resume": "latest"}, ["TrainerArgs.resume", "latest"]),
     "no such checkpoint": ({"TrainerArgs.ckpt_load_dir": "/nowhere"}, ["/nowhere"]),

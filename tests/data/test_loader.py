@@ -225,3 +225,22 @@ def test_a_start_outside_the_epoch_is_refused(datasets):
     assert list(loader.epoch(0, loader.num_batches)) == []
     with pytest.raises(ValueError, match="first_batch must lie in"):
         loader.epoch(0, loader.num_batches + 1)
+
+
+def test_random_windows_move_between_epochs_and_leave_out_empty_ones(make_dataset):
+    args = make_dataset(
+        [30, 24, 41], split="temporal", max_num_candidates=4, train_windows="random"
+    )
+    train = build_datasets(args).train
+    loader = SequenceLoader(train, batch_size=4, shuffle=False, seed=3)
+    epochs = []
+    for epoch in (0, 1, 0):
+        batches = list(loader.epoch(epoch))
+        assert len(batches) == loader.num_batches
+        counts = [n for batch in batches for n in batch.num_candidates_B[: batch.num_samples]]
+        assert min(counts) >= 1, "a window without events is no sample"
+        epochs.append([batch.labels_E.tolist() for batch in batches])
+        supervised = sum(int(n) for n in counts)
+        assert supervised == 3 * -1 + (30 - 8) + (24 - 8) + (41 - 8)
+    assert epochs[0] == epochs[2]
+    assert epochs[0] != epochs[1]

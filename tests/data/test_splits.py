@@ -163,3 +163,36 @@ def test_temporal_folds_never_leak(counts, candidates, history, windows, final):
     if windows == "all":
         trained = {(u, e) for u, n in enumerate(counts) for e in range(1, n)} - test
         assert train == (trained if final else trained - set(predicted["validation"]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(lambda c: max(c) > 12),
+    size=st.integers(1, 7),
+    epoch=st.integers(0, 5),
+)
+def test_random_windows_use_every_event_once_with_all_its_past(counts, size, epoch):
+    rule = {"split": "temporal", "max_num_candidates": size, "train_windows": "random"}
+    table = _splits(counts, **rule, epoch_key=(7, epoch))["train"]
+    assert len(table) == len(_splits(counts, **rule, epoch_key=(7, epoch + 1))["train"])
+    plain = _splits(counts, **{**rule, "train_windows": "all"})["train"]
+    used: dict[int, list[int]] = {}
+    for user, history, candidates in _samples(table, counts):
+        assert len(candidates) <= size
+        if candidates:
+            assert history == list(range(candidates[0]))
+            used.setdefault(user, []).extend(candidates)
+    expected: dict[int, list[int]] = {}
+    for user, _, candidates in _samples(plain, counts):
+        expected.setdefault(user, []).extend(candidates)
+    assert used == {user: sorted(events) for user, events in expected.items()}
+
+
+def test_random_borders_change_with_epoch_and_seed_only():
+    def borders(*key: int) -> list[Sample]:
+        rule = {"max_num_candidates": 5, "train_windows": "random", "epoch_key": key}
+        return _samples(_splits([40, 33, 28], split="temporal", **rule)["train"], [40, 33, 28])
+
+    assert borders(1, 0) == borders(1, 0)
+    assert borders(1, 0) != borders(1, 1)
+    assert borders(1, 0) != borders(2, 0)

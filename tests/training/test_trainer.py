@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,72 @@ def _assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys()
     for name, value in first.items():
         assert torch.equal(value, second[name]), f"replicas of {name} drifted apart"
+
+
+def test_leave_one_out_scores_the_held_out_event_of_each_user(
+    movielens: Path, tmp_path: Path, world: World
+) -> None:
+    """Also without candidates in training, where the history is supervised."""
+    for max_num_candidates in (0, 1):
+        dataset = {"split": "leave_one_out", "max_num_candidates": max_num_candidates}
+        experiment = movielens_experiment(
+            movielens, str(tmp_path / f"run{max_num_candidates}"), dataset=dataset
+        )
+        figures = Trainer(experiment, world=world).evaluate("test")
+        assert figures["num_events"] == 24
+
+
+@pytest.mark.parametrize("pipeline_type", ["none", "native"])
+def test_runs_without_any_sharded_table(tmp_path: Path, world: World, pipeline_type: str) -> None:
+    experiment = synthetic_experiment(
+        str(tmp_path / "run"), trainer={"pipeline_type": pipeline_type, "max_train_iters": 3}
+    )
+    tables = tuple(
+        dataclasses.replace(table, sharding_type="data_parallel")
+        for table in experiment.dataset.embedding_args
+    )
+    dataset = dataclasses.replace(experiment.dataset, embedding_args=tables)
+    Trainer(dataclasses.replace(experiment, dataset=dataset), world=world).fit()
+    assert len(losses(tmp_path / "run")) == 3
+
+
+def test_final_figures_cover_the_whole_fold(tmp_path: Path, world: World) -> None:
+    def experiment(limit: int | None) -> ExperimentArgs:
+        trainer = {"max_train_iters": 2, "eval_interval": 1, "max_eval_iters": limit}
+        return synthetic_experiment(str(tmp_path / str(limit)), trainer=trainer)
+
+    for limit in (None, 1):
+        Trainer(experiment(limit), world=world).fit()
+    during, final = records(tmp_path / "1", "validation")
+    assert during["num_events"] < final["num_events"]
+    assert records(tmp_path / "1", "test") == records(tmp_path / "None", "test")
+
+
+def test_evaluation_under_another_split_is_refused(
+    movielens: Path, tmp_path: Path, world: World
+) -> None:
+    plain = movielens_experiment(movielens, str(tmp_path / "run"), trainer={"max_train_iters": 1})
+    expected = Trainer(plain, world=world).fit()
+    checkpoint = tmp_path / "run/checkpoints/step-00000001"
+    found = Trainer(plain, world=world).evaluate_checkpoint(checkpoint)
+    assert found["test"] == expected
+    assert set(found) == {"validation", "test"}
+    for changed in ({"split": "by_user"}, {"train_on_validation": True}):
+        (field,) = changed
+        other = movielens_experiment(movielens, str(tmp_path / "run"), dataset=changed)
+        with pytest.raises(ValueError, match=rf"DatasetArgs.{field} must be .* as in"):
+            Trainer(other, world=world).evaluate_checkpoint(checkpoint)
+
+
+def test_validation_that_was_trained_on_is_not_reported(
+    movielens: Path, tmp_path: Path, world: World
+) -> None:
+    experiment = movielens_experiment(
+        movielens,
+        str(tmp_path / "run"),
+        trainer={"max_train_iters": 2, "eval_interval": 1},
+        dataset={"train_on_validation": True},
+    )
+    Trainer(experiment, world=world).fit()
+    assert records(tmp_path / "run", "validation") == []
+    assert len(records(tmp_path / "run", "test")) == 1
