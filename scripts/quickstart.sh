@@ -18,25 +18,12 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-# Physical cores this process may use: hyper-threads do not help dense arithmetic.
-physical_cores() {
-    local allowed physical
-    allowed=$(nproc)
-    physical=$(lscpu -p=CORE,SOCKET 2>/dev/null | grep -v '^#' | sort -u | wc -l)
-    if [ "$physical" -ge 1 ] && [ "$physical" -lt "$allowed" ]; then echo "$physical"; else echo "$allowed"; fi
-}
-
 bash scripts/setup.sh
 bin=$PWD/.venv/bin
 "$bin/python" data/preprocess.py --dataset ml-100k ${source[@]+"${source[@]}"}
 
-if [ -z "${OMP_NUM_THREADS:-}" ]; then
-    # torchrun sets 1 for each of several processes; one process may have the whole machine.
-    OMP_NUM_THREADS=1
-    [ "$nproc" != 1 ] || OMP_NUM_THREADS=$(physical_cores)
-    export OMP_NUM_THREADS
-fi
-# Idle threads sleep instead of spinning: on a machine that others use too, spinning costs ten times.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# One thread a process: at this size two are a quarter faster on an idle machine, and several times
+# slower as soon as anything else runs, because idle threads spin.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$bin/torchrun" --standalone --nproc_per_node "$nproc" pretrain_gr_ranking.py \
     --gin-config-file movielens_ranking.gin "$@"
