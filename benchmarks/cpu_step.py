@@ -74,7 +74,7 @@ def _item_rows(trainer: Trainer) -> dict[str, torch.Tensor]:
         if hasattr(value, "local_shards")
     }
     return {
-        feature: weights[spec.name].local_shards()[0].tensor
+        feature: weights[spec.module_name].local_shards()[0].tensor
         for spec in table_specs(trainer.experiment, trainer.datasets.facts)
         if spec.is_sharded
         for feature in spec.feature_names

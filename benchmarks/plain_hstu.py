@@ -45,8 +45,12 @@ class PlainHSTU(nn.Module):
         self.contextual = experiment.contextual_feature_names
         self.items, self.actions = experiment.item_feature_name, experiment.action_feature_name
         self.hidden_dropout, self.input_dropout = network.hidden_dropout, network.input_dropout
-        replicated = {f: model.trunk.replicated.tables[t].weight for f, t in _tables(model)}
-        rows = replicated | sharded_rows
+        tables = model.trunk.replicated
+        rows = sharded_rows | {
+            feature: tables.tables[spec.module_name].weight
+            for spec in tables.specs
+            for feature in spec.feature_names
+        }
         self.tables = nn.ModuleDict(
             {
                 f: nn.Embedding.from_pretrained(w.detach().clone(), freeze=False)
@@ -56,6 +60,7 @@ class PlainHSTU(nn.Module):
         trunk = model.trunk
         self.position = nn.Parameter(trunk.preprocessor.position.weight.detach().clone())
         self.layers = nn.ModuleList(_copy_layer(layer) for layer in trunk.stack.layers)
+        self.norm = copy.deepcopy(trunk.norm)
         self.head = copy.deepcopy(trunk.head.layers)
 
     def forward(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
@@ -83,7 +88,7 @@ class PlainHSTU(nn.Module):
         plan = _bucket_plan(sizes, is_candidate, len(self.contextual))
         for layer in self.layers:
             x = self._layer(layer, x, plan)
-        logits = self.head(x[torch.cat(is_candidate)])
+        logits = self.head(self.norm(x[torch.cat(is_candidate)]))
         first = lengths[0] - batch.num_candidates_B
         labels = torch.cat(
             [
@@ -108,10 +113,6 @@ class PlainHSTU(nn.Module):
         gated = torch.empty_like(u).index_put((order,), torch.cat(attended))
         gated = layer["norm_out"](gated.flatten(1)) * u.flatten(1)
         return x + layer["proj"](F.dropout(gated, self.hidden_dropout, self.training))
-
-
-def _tables(model: RankingModel) -> list[tuple[str, str]]:
-    return list(model.trunk.replicated._table_of.items())
 
 
 def _copy_layer(layer: nn.Module) -> nn.ModuleDict:

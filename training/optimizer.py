@@ -135,21 +135,21 @@ def _table_learning_rate(args: OptimizerArgs) -> float:
 
 def dense_optimizer(trunk: RankingTrunk, args: OptimizerArgs) -> torch.optim.Optimizer:
     """Matrices decay by weight_decay, replicated tables by their own, vectors not at all."""
-    tables, matrices, vectors = [], [], []
-    for name, parameter in trunk.named_parameters():
-        is_table = name.startswith("replicated.")
-        (tables if is_table else matrices if parameter.ndim >= 2 else vectors).append(parameter)
     table_decay = args.replicated_weight_decay
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-        {
-            "params": tables,
-            "weight_decay": args.weight_decay if table_decay is None else table_decay,
-        },
-    ]
+    decays = {
+        "table": args.weight_decay if table_decay is None else table_decay,
+        "matrix": args.weight_decay,
+        "vector": 0.0,
+    }
+    groups: dict[str, dict[str, Any]] = {
+        kind: {"params": [], "weight_decay": decay} for kind, decay in decays.items()
+    }
+    for name, parameter in trunk.named_parameters():
+        kind = "matrix" if parameter.ndim >= 2 else "vector"
+        kind = "table" if name.startswith("replicated.") else kind
+        groups[kind]["params"].append(parameter)
     if args.optimizer_str == "sgd":
-        return torch.optim.SGD(groups, lr=args.learning_rate)
-    kind = torch.optim.AdamW if args.optimizer_str == "adamw" else torch.optim.Adam
+        return torch.optim.SGD(groups.values(), lr=args.learning_rate)
+    adam = torch.optim.AdamW if args.optimizer_str == "adamw" else torch.optim.Adam
     betas = (args.adam_beta1, args.adam_beta2)
-    return kind(groups, lr=args.learning_rate, betas=betas, eps=args.adam_eps)
+    return adam(groups.values(), lr=args.learning_rate, betas=betas, eps=args.adam_eps)

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,9 +34,7 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
     # torch takes seconds to import: everything that can fail without it has been checked.
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from training.checkpoint import CheckpointError
     from training.distributed import process_group
-    from training.step import NonFiniteError
     from training.telemetry import set_up_logging
     from training.trainer import Trainer
 
@@ -53,7 +52,7 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
                     for fold, figures in trainer.evaluate_checkpoint(Path(evaluate)).items():
                         _tell(world.is_main, experiment, figures, split=fold, run=evaluate)
                     return
-            with _told_in_one_line((NonFiniteError, CheckpointError, OSError)):
+            with _told_in_one_line():
                 figures = trainer.fit()
             _tell(world.is_main, experiment, figures, split="test", run=str(trainer.folder))
 
@@ -82,18 +81,25 @@ def _tell(
     sys.stdout.flush()
 
 
-_REFUSALS = (ValueError, RuntimeError, NotImplementedError, OSError)
-
-
 @contextmanager
-def _told_in_one_line(kinds: tuple[type[Exception], ...] = _REFUSALS) -> Iterator[None]:
-    """Turns errors of these kinds into one line on stderr and exit status 1."""
+def _told_in_one_line() -> Iterator[None]:
+    """Turns what we refuse, and what the system refuses us, into one line and exit status 1."""
     try:
         yield
-    except kinds as error:
+    except (ValueError, RuntimeError, OSError) as error:
+        if not isinstance(error, OSError) and not _is_raised_by_us(error):
+            raise  # a fault inside torch, say: its traceback is what helps
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             # All ranks refuse alike: rank 0 speaks first, and torchrun then ends the others.
             time.sleep(2.0)
         sys.stderr.write(f"error: {f'rank {rank}: ' if rank != '0' else ''}{error}\n")
         raise SystemExit(1) from None
+
+
+def _is_raised_by_us(error: BaseException) -> bool:
+    """Whether the innermost frame is this project's: then the message is meant for the user."""
+    frames = traceback.extract_tb(error.__traceback__)
+    source = Path(frames[-1].filename).resolve()
+    root = Path(__file__).resolve().parents[1]
+    return source.is_relative_to(root) and "site-packages" not in source.parts

@@ -304,3 +304,19 @@ def test_validation_that_was_trained_on_is_not_reported(
     Trainer(experiment, world=world).fit()
     assert records(tmp_path / "run", "validation") == []
     assert len(records(tmp_path / "run", "test")) == 1
+
+
+@pytest.mark.parametrize(("start", "end"), [(1, 3), (2, 4), (3, 99)])
+def test_profiled_steps_leave_a_trace(tmp_path: Path, world: World, start: int, end: int) -> None:
+    trainer = {
+        "max_train_iters": 4,
+        "profile": True,
+        "profile_step_start": start,
+        "profile_step_end": end,
+        "ckpt_save_interval": 0,
+    }
+    Trainer(synthetic_experiment(str(tmp_path / "run"), trainer=trainer), world=world).fit()
+    trace = json.loads((tmp_path / "run/profile/rank0.json").read_text())
+    names = [event["name"] for event in trace["traceEvents"]]
+    num_steps = min(end, 5) - start
+    assert sum(name.startswith("Optimizer.step#Adam") for name in names) == num_steps
