@@ -21,17 +21,20 @@ from training.step import StepResult
 
 logger = logging.getLogger(__name__)
 
+# One console for log lines and progress bar, or they write over each other.
+_CONSOLE = Console(stderr=True)
+
 # The keys of a record that come first, in this order (DESIGN.md section 7).
 _LEADING = ("step", "split", "loss", "auc", "gauc", "ne", "logloss")
 
 
 def set_up_logging(*, is_main: bool) -> None:
     """Log lines of rank 0 at INFO, of other ranks at WARNING; libraries only warn."""
-    console = Console(stderr=True)
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    if console.is_terminal:
-        handler = RichHandler(console=console, show_path=False, markup=False)
+    if _CONSOLE.is_terminal:
+        handler = RichHandler(console=_CONSOLE, show_path=False, show_level=False, markup=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for package in ("configs", "data", "ops", "modules", "model", "training"):
         logging.getLogger(package).setLevel(logging.INFO if is_main else logging.WARNING)
@@ -70,14 +73,13 @@ class Telemetry:
         _forget_records_after(path, first_step, num_steps=num_steps)
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
-        console = Console(stderr=True)
-        if console.is_terminal:
+        if _CONSOLE.is_terminal:
             self._progress = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(),
                 TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(),
-                console=console,
+                console=_CONSOLE,
             )
             self._task = self._progress.add_task(
                 "train", total=num_steps, completed=first_step, figures=""
