@@ -42,47 +42,40 @@ def check_built(experiment: ExperimentArgs) -> None:
     Raises:
         NotImplementedError: naming the binding and the one that would run.
     """
-    trainer, dataset = experiment.trainer, experiment.dataset
+    trainer, network, dataset = experiment.trainer, experiment.network, experiment.dataset
+    precision, parallel = experiment.precision, experiment.parallel
     tables = dataset.embedding_args or ()
-    refusals = [
-        (
-            experiment.precision.mixed_precision_dtype is not None,
-            "MixedPrecisionArgs.mixed_precision_dtype",
+    dynamic = [table.table_name for table in tables if isinstance(table, DynamicEmbeddingArgs)]
+    name = getattr(dataset, "dataset_name", "")
+    refusals = {
+        f"MixedPrecisionArgs.mixed_precision_dtype = {precision.mixed_precision_dtype!r}": (
+            precision.mixed_precision_dtype is not None,
             "None",
         ),
-        (
-            experiment.parallel.tensor_model_parallel_size > 1,
-            "TensorModelParallelArgs.tensor_model_parallel_size",
-            "1",
+        f"TensorModelParallelArgs.tensor_model_parallel_size = "
+        f"{parallel.tensor_model_parallel_size}": (parallel.tensor_model_parallel_size > 1, "1"),
+        "TrainerArgs.enable_balanced_shuffler = True": (trainer.enable_balanced_shuffler, "False"),
+        "TrainerArgs.pipeline_type = 'prefetch'": (
+            trainer.pipeline_type == "prefetch",
+            "'native'",
         ),
-        (trainer.enable_balanced_shuffler, "TrainerArgs.enable_balanced_shuffler", "False"),
-        (trainer.pipeline_type == "prefetch", "TrainerArgs.pipeline_type", "'native'"),
-        (trainer.early_stopping_metric is not None, "TrainerArgs.early_stopping_metric", "None"),
-        (
-            any(isinstance(table, DynamicEmbeddingArgs) for table in tables),
-            "DynamicEmbeddingArgs",
+        f"TrainerArgs.early_stopping_metric = {trainer.early_stopping_metric!r}": (
+            trainer.early_stopping_metric is not None,
+            "None",
+        ),
+        "NetworkArgs.recompute_input_silu = True": (network.recompute_input_silu, "False"),
+        f"DynamicEmbeddingArgs for table {', '.join(dynamic)}": (
+            bool(dynamic),
             "EmbeddingArgs with the same feature_names, table_name and item_vocab_size_or_capacity",
         ),
-        (
-            getattr(dataset, "dataset_name", "").startswith("kuairand"),
-            "DatasetArgs.dataset_name",
+        f"DatasetArgs.dataset_name = {name!r}": (
+            name.startswith("kuairand"),
             "'ml-100k', 'ml-1m' or 'ml-20m'",
         ),
-    ]
-    for is_asked, field, runs in refusals:
+    }
+    for binding, (is_asked, runs) in refusals.items():
         if is_asked:
-            raise NotImplementedError(
-                f"{field} = {_value(experiment, field)} is not built yet; what runs: {runs}"
-            )
-
-
-def _value(experiment: ExperimentArgs, field: str) -> str:
-    class_name, _, name = field.partition(".")
-    owners = (experiment.trainer, experiment.dataset, experiment.precision, experiment.parallel)
-    for owner in owners:
-        if type(owner).__name__ == class_name:
-            return repr(getattr(owner, name))
-    return "(a table)"
+            raise NotImplementedError(f"{binding} is not built yet; what runs: {runs}")
 
 
 def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:

@@ -150,6 +150,29 @@ def test_tasks_keep_their_names() -> None:
     assert figures["auc"] == pytest.approx((1 + figures["auc_task1"]) / 2)
 
 
+def test_each_task_is_scored_against_its_own_labels() -> None:
+    """Tasks of different label rates, each scored perfectly: any mix-up would show."""
+    data = events()
+    targets = torch.stack([data["targets"], (data["users"] > 40).long()], dim=1)
+    rates = targets.double().mean(dim=0).tolist()
+    assert abs(rates[0] - rates[1]) > 0.1
+    metrics = RankingMetrics(num_scores=2)
+    for begin in range(0, NUM_EVENTS, 8):
+        part = slice(begin, begin + 8)
+        metrics.update(
+            scores_EK=0.25 + 0.5 * targets[part].double(),
+            targets_EK=targets[part],
+            user_ids_E=data["users"][part],
+            labels_E=targets[part] @ torch.tensor([1, 2]),
+        )
+    figures = metrics.compute()
+    for task, rate in enumerate(rates):
+        entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+        assert figures[f"auc_task{task}"] == 1.0
+        assert figures[f"logloss_task{task}"] == pytest.approx(-math.log(0.75))
+        assert figures[f"ne_task{task}"] == pytest.approx(-math.log(0.75) / entropy)
+
+
 def _share(rank: int, world_size: int, sizes: list[int]) -> dict[str, Any]:
     import torch.distributed as dist
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,8 @@ from configs.schema import (
     RankingArgs,
     TrainerArgs,
 )
+from data.batch import PackedSamples, SequenceBatch, collate
+from data.dataset import SequenceDataset
 from data.preprocess import preprocess
 from training.distributed import World
 
@@ -91,6 +94,76 @@ def synthetic_experiment(
         network=NetworkArgs(**(network_args | dict(network or {}))),
         optimizer=OptimizerArgs(**(optimizer_args | dict(optimizer or {}))),
         ranking=RankingArgs(**(ranking_args | dict(ranking or {}))),
+    )
+
+
+def users_of_one_length(length: int = 12) -> dict[str, Any]:
+    """Changes of `synthetic_experiment`'s data: every user has so many events."""
+    return {
+        "feature_args": (
+            FeatureArgs(
+                feature_names=("item", "action"), max_sequence_length=length, is_jagged=False
+            ),
+            FeatureArgs(feature_names=("user_id", "age"), max_sequence_length=1),
+        )
+    }
+
+
+class FirstSamples:
+    """The first samples of a data set, for folds of an exact size."""
+
+    def __init__(self, dataset: SequenceDataset, count: int) -> None:
+        assert count <= len(dataset)
+        self._dataset, self._count = dataset, count
+        self.fingerprint = f"{dataset.fingerprint}-{count}"
+
+    def __len__(self) -> int:
+        return self._count
+
+    def at_epoch(self, seed: int, epoch: int) -> FirstSamples:
+        return self
+
+    def batch(self, indices_S: np.ndarray, *, batch_size: int) -> SequenceBatch:
+        return self._dataset.batch(indices_S, batch_size=batch_size)
+
+
+def batch_of(
+    users: Sequence[tuple[int, int]], *, batch_size: int, first_user: int = 0
+) -> SequenceBatch:
+    """A batch for `synthetic_experiment`: users by their numbers of history events and candidates.
+
+    User n is the same in every batch, so that a batch can be split and put together again.
+    """
+    draws = [np.random.default_rng(first_user + n) for n in range(len(users))]
+    sizes = [history + candidates for history, candidates in users]
+    events = [
+        (draw.integers(0, 60, size), draw.integers(0, 5, size), np.arange(size) * 100)
+        for draw, size in zip(draws, sizes, strict=True)
+    ]
+    none = np.zeros(0, np.int64)
+    items_E, labels_E, timestamps_E = (
+        np.concatenate([none, *column]) for column in zip(*events, strict=True)
+    ) if events else (none, none, none)  # fmt: skip
+    return collate(
+        PackedSamples(
+            history_lengths_S=np.array([history for history, _ in users], np.int64),
+            num_candidates_S=np.array([candidates for _, candidates in users], np.int64),
+            items_E=items_E,
+            labels_E=labels_E,
+            actions_E=labels_E,
+            timestamps_E=timestamps_E,
+            contextual_FS=np.array(
+                [[draw.integers(0, 40), draw.integers(0, 4)] for draw in draws], np.int64
+            )
+            .reshape(-1, 2)
+            .T,
+            sample_ids_S=np.arange(first_user, first_user + len(users)),
+            user_ids_S=np.arange(first_user, first_user + len(users)),
+        ),
+        batch_size=batch_size,
+        item_feature_name="item",
+        action_feature_name="action",
+        contextual_feature_names=["user_id", "age"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.experiments import cpu_world, synthetic_experiment
 from tests.support.two_ranks import TwoRanks
 from training.checkpoint import FORMAT_VERSION, CheckpointError, latest_checkpoint, read_state
 from training.distributed import World
+from training.step import NonFiniteError
 from training.trainer import Trainer
 
 
@@ -212,3 +214,37 @@ def test_other_model_is_refused_naming_the_field(saved: Path, world: World) -> N
 
 def test_settings_that_keep_the_model_are_free(saved: Path, world: World) -> None:
     assert resume(saved, world, hidden_dropout=0.5, kernel_backend="pytorch").first_step == 1
+
+
+def _nan_in_step_three(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Trains until rank 1 has a NaN; then what a checkpoint of the step before restores."""
+    experiment = synthetic_experiment(
+        folder, trainer={"train_batch_size": 4, "ckpt_save_interval": 1}
+    )
+    trainer = Trainer(experiment, world=cpu_world(rank, world_size))
+    gradients: list[Tensor] = []
+
+    def spoil(gradient: Tensor) -> Tensor:
+        gradients.append(gradient)
+        return gradient * float("nan") if rank == 1 and len(gradients) == 3 else gradient
+
+    trainer.model.module.trunk.head.layers[0].weight.register_hook(spoil)
+    with pytest.raises(NonFiniteError, match="step 3 is not finite .rank 1: the gradient of head"):
+        trainer.fit()
+    left = full_state(trainer)
+    newest = latest_checkpoint(Path(folder) / "checkpoints")
+    assert newest is not None
+    resumed = dataclasses.replace(
+        experiment, trainer=dataclasses.replace(experiment.trainer, resume=str(newest))
+    )
+    again = Trainer(resumed, world=cpu_world(rank, world_size))
+    return {"newest": newest.name, "left": left, "saved": full_state(again)}
+
+
+def test_a_nan_reaches_no_checkpoint_and_changes_nothing(
+    run_folder: str, two_ranks: TwoRanks
+) -> None:
+    for found in two_ranks.run(_nan_in_step_three, run_folder):
+        assert found["newest"] == "step-00000002"
+        assert_same(found["left"], found["saved"])
+        assert all(value.isfinite().all() for value in found["saved"].values())

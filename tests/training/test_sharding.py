@@ -8,10 +8,11 @@ import torch
 
 from data.loader import build_datasets
 from model.build import build_ranking_model
-from tests.support.experiments import cpu_world, synthetic_experiment
+from tests.support.experiments import batch_of, cpu_world, synthetic_experiment
 from tests.support.two_ranks import TwoRanks
 from training.distributed import World
 from training.sharding import initialize_dense
+from training.step import TrainStep
 from training.trainer import Trainer
 
 
@@ -56,3 +57,54 @@ def test_same_seed_same_weights_other_seed_others(run_folder: str) -> None:
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
     assert torch.equal(torch.rand(3), expected_draw), "the process's own stream was used"
+
+
+DROPOUT = {"hidden_dropout": 0.3, "input_dropout": 0.3}
+
+
+def _three_steps(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Replicated parameters at steps 0 and 3, and how this rank drops tokens of one batch."""
+    experiment = synthetic_experiment(folder, network=DROPOUT)
+    trainer = Trainer(experiment, world=cpu_world(rank, world_size))
+    trunk = trainer.model.module.trunk
+    trainer.model.train()
+    step = TrainStep(trainer.model.module, trainer.optimizer)
+    dropped: list[torch.Tensor] = []
+    handle = trunk.preprocessor.dropout.register_forward_hook(
+        lambda module, inputs, output: dropped.append(output == 0)
+    )
+    same = trainer.model.module(batch_of([(6, 3), (5, 2)], batch_size=8))
+    handle.remove()
+    found = {"mask": dropped[0], "logits": same.logits_EK.detach(), "step 0": _copied(trunk)}
+    batches = trainer.loaders["train"].epoch(0)
+    losses = [step(next(batches)).loss for _ in range(3)]
+    return found | {"losses": losses, "step 3": _copied(trunk)}
+
+
+def _copied(trunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trunk.state_dict().items()}
+
+
+def test_replicas_stay_equal_and_drop_differently(run_folder: str, two_ranks: TwoRanks) -> None:
+    first, second = two_ranks.run(_three_steps, run_folder)
+    assert any(name.startswith("replicated.") for name in first["step 0"])
+    for when in ("step 0", "step 3"):
+        assert first[when].keys() == second[when].keys()
+        for name, value in first[when].items():
+            assert torch.equal(value, second[when][name]), f"{name} at {when}"
+    assert any(not torch.equal(first["step 0"][n], v) for n, v in first["step 3"].items())
+    assert first["losses"] == second["losses"]
+    assert first["mask"].shape == second["mask"].shape
+    assert not torch.equal(first["mask"], second["mask"])
+    assert not torch.equal(first["logits"], second["logits"])
+
+
+def test_the_same_seed_gives_the_same_run_on_two_ranks(
+    run_folder: str, two_ranks: TwoRanks
+) -> None:
+    runs = [two_ranks.run(_three_steps, run_folder) for _ in range(2)]
+    for before, again in zip(*runs, strict=True):
+        assert before["losses"] == again["losses"]
+        assert torch.equal(before["mask"], again["mask"])
+        for name, value in before["step 3"].items():
+            assert torch.equal(value, again["step 3"][name]), name

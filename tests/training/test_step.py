@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from data.batch import SequenceBatch
-from tests.support.experiments import cpu_world, synthetic_experiment
+from tests.support.experiments import batch_of, cpu_world, synthetic_experiment
 from tests.support.two_ranks import TwoRanks
 from training.distributed import World
 from training.step import NonFiniteError, TrainStep
@@ -146,3 +149,86 @@ def test_two_ranks_see_a_nan_of_one(run_folder: str, two_ranks: TwoRanks) -> Non
         assert "rank 1: the gradient of head.layers.0.weight" in outcome["error"]
         assert "rank 0" not in outcome["error"]
         assert outcome["kept"]
+
+
+# SGD shows the size of a gradient, which Adam's first step hides.
+SGD = {"optimizer_str": "sgd", "sparse_optimizer_str": "sgd", "learning_rate": 1.0}
+Users = list[tuple[int, int]]
+
+
+def _step_on_share(
+    rank: int, world_size: int, folder: str, shares: Sequence[Users], optimizer: dict[str, Any]
+) -> dict[str, Any]:
+    """One step on this rank's users, given as (history events, candidates)."""
+    world = cpu_world(rank, world_size)
+    trainer, step = make(folder, world, trainer={"train_batch_size": 4}, optimizer=optimizer)
+    first_user = sum(map(len, shares[:rank]))
+    before = weights(trainer)
+    result = step(batch_of(shares[rank], batch_size=4, first_user=first_user))
+    return {
+        "before": before,
+        "after": weights(trainer),
+        "result": dataclasses.asdict(result),
+    }
+
+
+SHARES: dict[str, list[Users]] = {
+    "5 and 1 labels": [[(4, 3), (6, 2)], [(5, 1)]],
+    "5 and 0 labels": [[(4, 3), (6, 2)], [(5, 0), (2, 0)]],
+    "5 labels and nobody": [[(4, 3), (6, 2)], []],
+    "nobody and 5 labels": [[], [(4, 3), (6, 2)]],
+    "nobody with a history": [[(4, 3), (6, 2)], [(0, 1), (0, 3)]],
+    "users without events": [[(4, 3)], [(0, 0), (0, 0)]],
+    "not one label": [[(4, 0)], []],
+}
+
+
+@pytest.mark.parametrize("clip_grad", [None, 0.05])
+@pytest.mark.parametrize("case", SHARES)
+def test_a_label_weighs_the_same_on_any_rank(
+    run_folder: str, world: World, two_ranks: TwoRanks, case: str, clip_grad: float | None
+) -> None:
+    """A step of two ranks is the step of one process on all their users."""
+    optimizer = SGD | {"clip_grad": clip_grad}
+    union = sum(SHARES[case], [])
+    alone = _step_on_share(0, 1, run_folder, [union], optimizer)
+    pair = two_ranks.run(_step_on_share, run_folder, SHARES[case], optimizer)
+    num_labels = sum(candidates for _, candidates in union)
+    for found in pair:
+        assert found["result"]["num_labels"] == num_labels
+        assert found["result"]["num_samples"] == len(union)
+        assert found["result"] == pytest.approx(alone["result"], rel=1e-5)
+    assert any(not torch.equal(alone["after"][n], alone["before"][n]) for n in alone["after"]) == (
+        num_labels > 0
+    )
+    for name, expected in alone["after"].items():
+        parts = [found["after"][name] for found in pair]
+        together = torch.cat(parts) if name.startswith("tables.") else parts[0]
+        torch.testing.assert_close(together, expected, rtol=0, atol=1e-6, msg=name)
+
+
+def _three_samples(rank: int, world_size: int, folder: str) -> list[int]:
+    trainer, step = make(folder, cpu_world(rank, world_size))
+    users = [(3, 2), (4, 1)] if rank == 0 else [(2, 2)]
+    none: Users = [(3, 2), (4, 1), (2, 2)] if rank == 0 else []
+    fed = (batch_of(users, batch_size=2, first_user=2 * rank), batch_of(none, batch_size=4))
+    return [step(batch).num_samples for batch in (*fed, *fed)]
+
+
+def test_three_samples_on_two_ranks_count_as_three(run_folder: str, two_ranks: TwoRanks) -> None:
+    """Short and empty batches in turn: training goes on after either."""
+    assert two_ranks.run(_three_samples, run_folder) == [[3, 3, 3, 3]] * 2
+
+
+def test_padding_users_leave_item_zero_alone(run_folder: str, world: World) -> None:
+    """One real user among eight; item 0 is an ordinary row that only its own events move."""
+    trainer, step = make(run_folder, world, optimizer=SGD)
+    batch = batch_of([(6, 3)], batch_size=8)
+    (name,) = (name for name in weights(trainer) if name.startswith("tables."))
+    ids = batch.features["item"].values()
+    for first_id in (1, 0):
+        ids.copy_(torch.arange(first_id, first_id + 9))
+        before = weights(trainer)[name].view(60, -1)
+        step(batch)
+        after = weights(trainer)[name].view(60, -1)
+        assert (after != before).any(dim=1).nonzero()[:, 0].tolist() == ids.tolist()

@@ -1,0 +1,79 @@
+"""How a process finds its place in a run, and the collectives that carry plain numbers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.commands import run_command
+from tests.support.two_ranks import TwoRanks
+from training.distributed import SummedGradients, gather_rows, process_group
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*LAUNCHER, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_half_a_launcher_is_refused_naming_the_command(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("RANK", "0")
+    no_launcher.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError) as refused, process_group():
+        pass
+    for text in ("RANK, WORLD_SIZE", "MASTER_ADDR, MASTER_PORT", "torchrun --nproc_per_node"):
+        assert text in str(refused.value)
+
+
+def test_more_processes_than_gpus_are_refused(no_launcher: pytest.MonkeyPatch) -> None:
+    for name, value in zip(LAUNCHER, ("0", "3", "0", "localhost", "1"), strict=True):
+        no_launcher.setenv(name, value)
+    no_launcher.setattr(torch.cuda, "is_available", lambda: True)
+    no_launcher.setattr(torch.cuda, "device_count", lambda: 2)
+    message = "at most the 2 GPUs of this host, got 3.*CUDA_VISIBLE_DEVICES"
+    with pytest.raises(RuntimeError, match=message), process_group():
+        pass
+
+
+ALONE = """
+import os, torch.distributed as dist
+from training.distributed import process_group
+with process_group(timeout_seconds=7) as world:
+    from torch.distributed.distributed_c10d import _get_default_group
+    timeout = _get_default_group()._get_backend(world.device).options._timeout
+    print(world.rank, world.world_size, world.device, dist.get_backend(), timeout.seconds)
+print(dist.is_initialized())
+"""
+
+
+def test_plain_python_is_a_run_of_one_with_the_timeout_asked_for() -> None:
+    result = run_command(
+        [sys.executable, "-c", ALONE], env={"CUDA_VISIBLE_DEVICES": ""}, timeout_seconds=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["0", "1", "cpu", "gloo", "7", "False"]
+
+
+def _sums(rank: int, world_size: int) -> dict[str, Any]:
+    own = [torch.full((2, 3), rank + 1.0), torch.tensor([10.0 * (rank + 1)])]
+    summed = SummedGradients(own)
+    kept = [gradient.clone() for gradient in own]
+    sums = [gradient.clone() for gradient in summed.gradients]
+    summed.write_back()
+    rows = gather_rows(torch.tensor([float(rank), 1.0]))
+    return {"kept": kept, "sums": sums, "written": own, "rows": rows.tolist()}
+
+
+def test_gradients_are_summed_not_averaged_and_kept_until_wanted(two_ranks: TwoRanks) -> None:
+    for rank, found in enumerate(two_ranks.run(_sums)):
+        assert found["kept"][0].tolist() == [[rank + 1.0] * 3] * 2
+        for name in ("sums", "written"):
+            assert found[name][0].tolist() == [[3.0] * 3] * 2
+            assert found[name][1].tolist() == [30.0]
+        assert found["rows"] == [[0.0, 1.0], [1.0, 1.0]]

@@ -1,0 +1,97 @@
+"""Pipelines on two ranks: they end together, whatever number of samples there is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from data.batch import SequenceBatch
+from data.loader import Datasets
+from tests.support.experiments import (
+    FirstSamples,
+    cpu_world,
+    synthetic_experiment,
+    users_of_one_length,
+)
+from tests.support.two_ranks import TwoRanks
+from training.step import StepResult, TrainStep
+from training.trainer import Trainer
+
+NUM_CANDIDATES = 3
+
+
+class ShortTrainer(Trainer):
+    """A trainer whose folds hold the first `count` samples only."""
+
+    count = 0
+
+    def _datasets(self) -> Datasets:
+        whole = super()._datasets()
+        folds = {
+            fold: FirstSamples(getattr(whole, fold), self.count)
+            for fold in ("train", "validation", "test")
+        }
+        return dataclasses.replace(whole, **folds)
+
+
+def _epoch_of(rank: int, world_size: int, folder: str, pipeline_type: str, count: int) -> Any:
+    """One epoch over `count` samples at 2 a rank, with an evaluation after every step."""
+    settings = {
+        "train_batch_size": 2,
+        "eval_batch_size": 2,
+        "max_train_iters": None,
+        "num_epochs": 1,
+        "eval_interval": 1,
+        "ckpt_save_interval": 0,
+        "pipeline_type": pipeline_type,
+    }
+    experiment = synthetic_experiment(folder, trainer=settings, dataset=users_of_one_length())
+    trainer_class = type("Short", (ShortTrainer,), {"count": count})
+    seen: list[int] = []
+    steps: list[StepResult] = []
+    plain = TrainStep.__call__
+
+    def watched(self: TrainStep, batch: SequenceBatch) -> StepResult:
+        seen.extend(batch.sample_ids_B[batch.is_real].tolist())
+        steps.append(plain(self, batch))
+        return steps[-1]
+
+    TrainStep.__call__ = watched
+    try:
+        trainer = trainer_class(experiment, world=cpu_world(rank, world_size))
+        figures = trainer.fit()
+    finally:
+        TrainStep.__call__ = plain
+    return {
+        "seen": seen,
+        "losses": [step.loss for step in steps],
+        "num_samples": [step.num_samples for step in steps],
+        "num_events": figures["num_events"],
+        "figures": figures,
+        "dense": [p.detach().clone() for p in trainer.model.module.trunk.parameters()],
+    }
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_ranks_end_at_the_same_step_and_lose_no_sample(
+    two_ranks: TwoRanks, run_folder: str, count: int
+) -> None:
+    """5 samples are 2 + 2 and 1 + 0: the second rank joins the last step without any."""
+    outcomes = {}
+    for pipeline_type in ("none", "native"):
+        first, second = outcomes[pipeline_type] = two_ranks.run(
+            _epoch_of, run_folder, pipeline_type, count
+        )
+        num_steps = -(-count // 4)
+        assert len(first["losses"]) == len(second["losses"]) == num_steps
+        assert sorted(first["seen"] + second["seen"]) == list(range(count))
+        assert first["num_samples"] == second["num_samples"]
+        assert sum(first["num_samples"]) == count
+        assert first["num_events"] == second["num_events"] == NUM_CANDIDATES * count
+    for plain, ahead in zip(outcomes["none"], outcomes["native"], strict=True):
+        for name in ("seen", "losses"):
+            assert plain[name] == ahead[name]
+        assert all(map(torch.equal, plain["dense"], ahead["dense"]))

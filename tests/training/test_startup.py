@@ -1,0 +1,162 @@
+"""What is refused before any data is read, by the binding that would run instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema import (
+    DatasetArgs,
+    DynamicEmbeddingArgs,
+    ExperimentArgs,
+    MixedPrecisionArgs,
+    TensorModelParallelArgs,
+)
+from tests.support.experiments import movielens_experiment, synthetic_experiment
+from training.startup import check_built, check_data, check_folders, check_machine
+
+
+def with_field(experiment: ExperimentArgs, part: str, **fields: Any) -> ExperimentArgs:
+    changed = dataclasses.replace(getattr(experiment, part), **fields)
+    return dataclasses.replace(experiment, **{part: changed})
+
+
+def dynamic_items(experiment: ExperimentArgs) -> ExperimentArgs:
+    items, *others = experiment.dataset.embedding_args
+    dynamic = DynamicEmbeddingArgs(
+        feature_names=items.feature_names,
+        table_name=items.table_name,
+        item_vocab_size_or_capacity=items.item_vocab_size_or_capacity,
+    )
+    return with_field(experiment, "dataset", embedding_args=(dynamic, *others))
+
+
+def kuairand(experiment: ExperimentArgs) -> ExperimentArgs:
+    dataset = DatasetArgs(dataset_name="kuairand-pure", max_history_seqlen=10, max_num_candidates=3)
+    ranking = dataclasses.replace(experiment.ranking, prediction_head_arch=(16, 1))
+    return dataclasses.replace(experiment, dataset=dataset, ranking=ranking)
+
+
+NOT_BUILT = {
+    "fp8": (
+        lambda e: dataclasses.replace(e, precision=MixedPrecisionArgs(mixed_precision_dtype="fp8")),
+        "MixedPrecisionArgs.mixed_precision_dtype = 'fp8' is not built yet; what runs: None",
+    ),
+    "tensor parallel": (
+        lambda e: dataclasses.replace(
+            e, parallel=TensorModelParallelArgs(tensor_model_parallel_size=2)
+        ),
+        "TensorModelParallelArgs.tensor_model_parallel_size = 2 is not built yet; what runs: 1",
+    ),
+    "shuffler": (
+        lambda e: with_field(e, "trainer", enable_balanced_shuffler=True),
+        "TrainerArgs.enable_balanced_shuffler = True is not built yet; what runs: False",
+    ),
+    "prefetch": (
+        lambda e: with_field(e, "trainer", pipeline_type="prefetch"),
+        "TrainerArgs.pipeline_type = 'prefetch' is not built yet; what runs: 'native'",
+    ),
+    "early stopping": (
+        lambda e: with_field(e, "trainer", early_stopping_metric="auc"),
+        "TrainerArgs.early_stopping_metric = 'auc' is not built yet; what runs: None",
+    ),
+    "recomputation": (
+        lambda e: with_field(e, "network", recompute_input_silu=True),
+        "NetworkArgs.recompute_input_silu = True is not built yet; what runs: False",
+    ),
+    "dynamic table": (dynamic_items, "DynamicEmbeddingArgs.*item.*what runs: EmbeddingArgs"),
+    "kuairand": (
+        kuairand,
+        "DatasetArgs.dataset_name = 'kuairand-pure' is not built yet; what runs: 'ml-100k'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_BUILT)
+def test_a_feature_not_built_is_refused_with_what_runs(run_folder: str, case: str) -> None:
+    change, message = NOT_BUILT[case]
+    plain = synthetic_experiment(run_folder)
+    check_built(plain)
+    with pytest.raises(NotImplementedError, match=message):
+        check_built(change(plain))
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "message"),
+    [
+        ("network", {"kernel_backend": "triton"}, "NetworkArgs.kernel_backend.*'auto'"),
+        ("network", {"kernel_backend": "cutlass"}, "NetworkArgs.kernel_backend.*'auto'"),
+        ("network", {"dtype_str": "float16"}, "NetworkArgs.dtype_str.*'bfloat16' or 'float32'"),
+        (
+            "optimizer",
+            {"sparse_optimizer_str": "adam"},
+            "OptimizerArgs.sparse_optimizer_str.*'adam'.*'auto'",
+        ),
+    ],
+)
+def test_what_a_cpu_cannot_run_is_refused_by_its_binding(
+    run_folder: str, part: str, fields: dict[str, str], message: str
+) -> None:
+    plain = synthetic_experiment(run_folder)
+    check_machine(plain, device_type="cpu")
+    with pytest.raises(NotImplementedError) as refused:
+        check_machine(with_field(plain, part, **fields), device_type="cpu")
+    for text in message.replace("'", '"').split(".*"):
+        assert text in str(refused.value).replace("'", '"')
+
+
+def test_data_that_is_not_there_is_refused_with_its_command(tmp_path: Path) -> None:
+    check_data(synthetic_experiment(str(tmp_path / "run")))
+    experiment = movielens_experiment(tmp_path / "nothing", str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="python -m data.preprocess --dataset ml-100k"):
+        check_data(experiment)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checking_folders_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    experiment = synthetic_experiment(
+        str(tmp_path / "runs" / "deep" / "run"),
+        trainer={"ckpt_save_dir": str(tmp_path / "elsewhere" / "checkpoints")},
+    )
+    check_folders(experiment)
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "runs"]
+
+
+@pytest.mark.parametrize("field", ["output_dir", "ckpt_save_dir"])
+def test_a_folder_below_a_file_is_refused_by_its_field(tmp_path: Path, field: str) -> None:
+    (tmp_path / "file").write_text("here")
+    folder = str(tmp_path / "file" / "run")
+    experiment = synthetic_experiment(str(tmp_path / "run"), trainer={field: folder})
+    with pytest.raises(RuntimeError, match=rf"TrainerArgs\.{field} must be .*got {folder} .*file"):
+        check_folders(experiment)
+    assert (tmp_path / "file").read_text() == "here"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_a_folder_that_cannot_be_written_is_refused_with_the_system_s_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    reason = OSError(code, "the reason of the system")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise reason
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    with pytest.raises(RuntimeError, match=r"TrainerArgs\.output_dir .*the reason of the system"):
+        check_folders(synthetic_experiment(str(tmp_path / "run")))
+
+
+def test_folders_that_a_run_will_not_write_are_not_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    blocked = str(tmp_path / "file" / "run")
+    unused = {"ckpt_save_dir": blocked, "ckpt_save_interval": 0}
+    check_folders(synthetic_experiment(str(tmp_path / "run"), trainer=unused))
+    resumed = {"output_dir": blocked, "resume": "some/checkpoint"}
+    check_folders(synthetic_experiment(str(tmp_path / "run"), trainer=resumed))
