@@ -67,6 +67,7 @@ def check_experiment(experiment: "ExperimentArgs") -> None:
         _check_parallel,
         _check_precision,
         _check_metric,
+        _check_table_decay,
     )
     for check in checks:
         check(experiment)
@@ -335,4 +336,17 @@ def _check_metric(experiment: "ExperimentArgs") -> None:
             f"TrainerArgs.early_stopping_metric must be one of {allowed} in a {experiment.task} "
             f"run, got {metric!r}; {did_you_mean(metric, _RANKING_METRICS) or 'choose one'}",
             "TrainerArgs.early_stopping_metric",
+        )
+
+
+def _check_table_decay(experiment: "ExperimentArgs") -> None:
+    optimizer = experiment.optimizer
+    has_decay = optimizer.sparse_optimizer_str not in ("adagrad", "sgd")
+    if optimizer.sparse_weight_decay > 0 and not has_decay:
+        raise ConfigError(
+            f"OptimizerArgs.sparse_weight_decay must be 0 with sparse_optimizer_str = "
+            f"{optimizer.sparse_optimizer_str!r}, whose table kernel ignores it, got "
+            f"{optimizer.sparse_weight_decay}; set it to 0 or choose 'rowwise_adagrad' or 'adam'",
+            "OptimizerArgs.sparse_weight_decay",
+            "OptimizerArgs.sparse_optimizer_str",
         )

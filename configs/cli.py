@@ -107,7 +107,7 @@ def _parser(task: str) -> argparse.ArgumentParser:
         "--validate-only", action="store_true", help="check the settings and stop; needs no data"
     )
     parser.add_argument(
-        "--evaluate", metavar="CKPT", help="evaluate this checkpoint on the test fold"
+        "--evaluate", metavar="CKPT", help="evaluate this checkpoint on the held-out folds"
     )
     parser.add_argument(
         "--resume", metavar="CKPT", help='continue a run: a checkpoint, or "latest"'

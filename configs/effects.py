@@ -111,6 +111,10 @@ def inert_in_experiment(experiment: ExperimentArgs) -> dict[str, str]:
         inert["NetworkArgs.target_group_size"] = "there are no candidates"
     if not network.use_time_bias:
         inert["NetworkArgs.num_time_buckets"] = "use_time_bias is False"
+    if getattr(experiment.dataset, "train_on_validation", False):
+        reason = "validation events are trained on (train_on_validation), so none are evaluated"
+        inert["TrainerArgs.eval_interval"] = reason
+        inert["TrainerArgs.max_eval_iters"] = reason
     if experiment.retrieval is not None:
         inert["DatasetArgs.history_loss"] = "retrieval always supervises the history"
         inert["DatasetArgs.like_threshold"] = "retrieval has no like labels"

@@ -185,7 +185,8 @@ class NetworkArgs(CheckedArgs):
     """Compute type of the dense part; weights are FP32."""
 
     kernel_backend: Literal["auto", "cutlass", "triton", "pytorch"] = "auto"
-    """Attention kernel. auto = triton on a GPU, pytorch on CPU; cutlass = FBGEMM's."""
+    """Attention kernel; auto = the fastest that is built for the device, which is logged. cutlass =
+    FBGEMM's."""
 
     target_group_size: PositiveInt = 1
     """Consecutive candidates that may see each other."""
@@ -221,7 +222,7 @@ class NetworkArgs(CheckedArgs):
     scaling_seqlen: Annotated[
         PositiveInt | Literal["batch"] | None, Spellings(((-1, "batch"),))
     ] = None
-    """Divisor of the attention scores; None = max_seq_len of the config. "batch" (also written
+    """Divisor of the attention weights; None = max_seq_len of the config. "batch" (also written
     -1) = the batch's longest user, so a score then depends on who else is in the batch."""
 
     embedding_init_std: PositiveFloat = 0.02
@@ -275,7 +276,7 @@ class OptimizerArgs(CheckedArgs):
     """Steps over which the learning rate rises linearly from 0."""
 
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after the warm-up; cosine and linear end at 0."""
+    """Course of the learning rate after the warm-up; cosine and linear fall towards 0."""
 
     sparse_optimizer_str: Literal["auto", "adam", "rowwise_adagrad", "adagrad", "sgd"] = "auto"
     """Optimizer of the tables; auto = adam where the table kernel has it, else rowwise_adagrad."""
@@ -284,7 +285,7 @@ class OptimizerArgs(CheckedArgs):
     """Peak step size of the tables; None = learning_rate."""
 
     sparse_weight_decay: NonNegativeFloat = 0.0
-    """L2 decay of sharded tables, on the rows that a batch looks up."""
+    """Decay of sharded tables, on the rows that a batch looks up (adam, rowwise_adagrad)."""
 
     replicated_weight_decay: NonNegativeFloat | None = None
     """Weight decay of replicated tables; None = weight_decay."""
@@ -450,7 +451,7 @@ class ExperimentArgs:
 
     @property
     def resolved_scaling_seqlen(self) -> int | None:
-        """Divisor of the attention scores; None = the longest user of each batch."""
+        """Divisor of the attention weights; None = the longest user of each batch."""
         if self.network.scaling_seqlen == "batch":
             return None
         return self.network.scaling_seqlen or self.max_seq_len

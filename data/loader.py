@@ -120,15 +120,10 @@ class SequenceLoader:
         key = np.random.SeedSequence([self.seed, epoch])
         return np.random.Generator(np.random.Philox(key)).permutation(self.num_samples)
 
-    def state_dict(self, num_batches_done: int | None = None) -> dict[str, Any]:
-        """Where this loader stands, independent of the rank.
-
-        Args:
-            num_batches_done: batches of the current epoch that were really used; a pipeline fetches
-                ahead of its steps. None = all that were handed out.
-        """
-        done = self._next_batch if num_batches_done is None else num_batches_done
-        epoch, num_samples_done = self._epoch, min(done * self.global_batch_size, self.num_samples)
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader stands after the batches it has handed out, independent of the rank."""
+        epoch = self._epoch
+        num_samples_done = min(self._next_batch * self.global_batch_size, self.num_samples)
         if num_samples_done == self.num_samples:
             epoch, num_samples_done = epoch + 1, 0
         return {

@@ -70,7 +70,7 @@ def find_dataset(dataset_name: str, dataset_path: str | None = None) -> Path:
 
 def preprocess_command(folder: Path, dataset_name: str) -> str:
     """What fills `folder` with a data set."""
-    command = f"python -m data.preprocess --dataset {dataset_name}"
+    command = f"python data/preprocess.py --dataset {dataset_name}"
     if folder == DEFAULT_ROOT / dataset_name:
         return command
     return f"{command} --output {folder}"
@@ -91,7 +91,8 @@ def read_manifest(path: str | Path, *, dataset_name: str | None = None) -> Manif
     manifest_path = folder / MANIFEST_NAME
     if not manifest_path.is_file():
         raise ValueError(
-            f"no preprocessed data set in {folder} (no {MANIFEST_NAME}); run {command}"
+            f"DatasetArgs.dataset_path must hold a preprocessed data set, got {folder} "
+            f"(no {MANIFEST_NAME}); run {command}"
         )
     manifest = _parse(manifest_path, command)
     if dataset_name is not None and manifest.dataset_name != dataset_name:

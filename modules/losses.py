@@ -23,13 +23,11 @@ class RankingObjective:
             task k is bit k of the label).
         num_outputs: width K of the logits.
         positive_from: first class id that counts as positive for AUC and log-loss.
-        label_smoothing: share of the target spread evenly over the classes ("classes" only).
     """
 
     kind: Literal["classes", "binary", "tasks"]
     num_outputs: int
     positive_from: int
-    label_smoothing: float = 0.0
 
     @property
     def num_scores(self) -> int:
@@ -44,9 +42,7 @@ class RankingObjective:
         """
         logits_EK = logits_EK.float()
         if self.kind == "classes":
-            loss = F.cross_entropy(
-                logits_EK, labels_E, reduction="sum", label_smoothing=self.label_smoothing
-            )
+            loss = F.cross_entropy(logits_EK, labels_E, reduction="sum")
             num_labels = labels_E.numel()
         else:
             targets_EK = self.targets(labels_E).to(logits_EK.dtype)

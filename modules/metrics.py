@@ -78,7 +78,11 @@ def multiclass_auc(probabilities_EC: Tensor, labels_E: Tensor) -> float:
         area_under_curve(probabilities_EC[:, label], (labels_E == label).long())
         for label in range(probabilities_EC.size(1))
     ]
-    known = [value for value in per_class if not math.isnan(value)]
+    return _mean_of_known(per_class)
+
+
+def _mean_of_known(values: list[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
     return float(np.mean(known)) if known else math.nan
 
 
@@ -122,9 +126,9 @@ class RankingMetrics:
     def compute(self) -> dict[str, float]:
         """Figures over all ranks' events, the same on each rank; the collected events are dropped.
 
-        Keys: ``num_events``, ``auc``, ``gauc``, ``ne``, ``logloss`` (means over the tasks when
-        there are several, then ``auc_task0``... as well) and ``auc_multiclass`` (macro, one
-        against the rest) where the head has classes.
+        Keys: ``num_events``, ``auc``, ``gauc``, ``ne``, ``logloss``; with several tasks these are
+        means over the tasks that have them, and ``auc_task0``... follow; ``auc_multiclass`` (macro,
+        one against the rest) where the head has classes.
         """
         rows = self._gather()
         self._rows = []
@@ -140,7 +144,7 @@ class RankingMetrics:
             for task in range(num_scores)
         ]
         for name in tasks[0]:
-            figures[name] = float(np.mean([task[name] for task in tasks]))
+            figures[name] = _mean_of_known([task[name] for task in tasks])
         if num_scores > 1:
             for index, task_figures in enumerate(tasks):
                 figures |= {f"{name}_task{index}": value for name, value in task_figures.items()}

@@ -98,6 +98,8 @@ def test_two_processes_run_to_the_end(tmp_path: Path) -> None:
     assert result.processes_left == 0
     steps = [record["step"] for record in records(folder) if record["split"] == "train"]
     assert steps == list(range(1, 21))
+    losses = [record["loss"] for record in records(folder) if record["split"] == "train"]
+    assert sum(losses[-5:]) < sum(losses[:5])
     assert result.stderr.count("step 20/20 test") == 1, "only rank 0 speaks"
 
 
@@ -128,15 +130,38 @@ def test_one_failing_rank_ends_the_job(tmp_path: Path) -> None:
     assert "rank      : 1" in result.stderr, "torchrun's summary names the first cause"
 
 
+SLEEP_ON_RANK_ONE = RAISE_ON_RANK_ONE.replace(
+    'raise OSError("the disk of rank one went away")', "import time; time.sleep(600)"
+)
+
+
+def test_a_rank_that_never_comes_ends_the_job_after_the_time_set(tmp_path: Path) -> None:
+    script = tmp_path / "sleeping.py"
+    script.write_text(SLEEP_ON_RANK_ONE)
+    assert "time.sleep" in SLEEP_ON_RANK_ONE, "the line to replace has changed"
+    values = SMALL | {
+        "TrainerArgs.output_dir": str(tmp_path / "run"),
+        "TrainerArgs.process_group_timeout_seconds": 4,
+    }
+    result = start("benchmark_ranking.gin", values, processes=2, script=str(script))
+    assert result.returncode != 0
+    assert result.seconds < 60
+    assert result.processes_left == 0
+    assert "Timed out waiting 4000ms" in result.stderr
+    assert "rank      : 0" in result.stderr
+
+
 def test_a_refusal_of_one_rank_is_told_with_its_rank(tmp_path: Path) -> None:
     script = tmp_path / "refusing.py"
     script.write_text(
-        "import os, sys\n"
+        "import dataclasses, os, sys\n"
         f"sys.path.insert(0, {str(PROJECT_ROOT)!r})\n"
         "import training.run\n"
+        "check = training.run.check_machine\n"
         "def refuse(experiment, *, device_type):\n"
         "    if os.environ['RANK'] == '1':\n"
-        "        raise RuntimeError('the GPU of this rank is missing')\n"
+        "        network = dataclasses.replace(experiment.network, kernel_backend='triton')\n"
+        "        check(dataclasses.replace(experiment, network=network), device_type=device_type)\n"
         "training.run.check_machine = refuse\n"
         "from pretrain_gr_ranking import main\n"
         "main()\n"
@@ -145,7 +170,8 @@ def test_a_refusal_of_one_rank_is_told_with_its_rank(tmp_path: Path) -> None:
     result = start("benchmark_ranking.gin", values, processes=2, script=str(script))
     assert result.returncode != 0
     assert result.processes_left == 0
-    assert "error: rank 1: the GPU of this rank is missing" in result.stderr
+    assert "error: rank 1: NetworkArgs.kernel_backend = 'triton' cannot run" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 REFUSALS = {
@@ -213,7 +239,7 @@ def test_missing_data_names_the_command_that_makes_it(tmp_path: Path) -> None:
     result = start("movielens_ranking.gin", values)
     assert result.returncode != 0
     assert result.seconds < 10, "refused before torch is imported"
-    assert "python -m data.preprocess --dataset ml-100k" in result.stderr
+    assert "python data/preprocess.py --dataset ml-100k" in result.stderr
     assert "Traceback" not in result.stderr
 
 

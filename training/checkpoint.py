@@ -37,18 +37,20 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; earlier ones are untouched."""
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
+def latest_checkpoint(folder: Path, *, run: Path | None = None) -> Path | None:
     """The complete checkpoint with the highest step in ``folder``, None if there is none.
 
-    Damaged ones are passed over with a warning that says why.
+    Damaged ones are passed over with a warning that says why, those of another run than ``run``
+    in silence.
     """
     for path in reversed(_checkpoints(folder)):
         try:
-            read_state(path)
+            state = read_state(path)
         except ValueError as error:
             logger.warning("passing over %s", error)
         else:
-            return path
+            if run is None or state["run"] == str(run.resolve()):
+                return path
     return None
 
 
@@ -128,6 +130,7 @@ class Checkpointer:
             "run": str(run.resolve()),
             "data": dict(data_state),
             "world_size": self._world.world_size,
+            "device_type": self._world.device.type,
             "torch_version": torch.__version__,
             **self._description,
         }
@@ -174,27 +177,32 @@ class Checkpointer:
         aside.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
         if self._keep_last is not None:
-            for old in _checkpoints(final.parent)[: -self._keep_last]:
+            own = [p for p in _checkpoints(final.parent) if p != final and _run(p) == state["run"]]
+            for old in own[: max(0, len(own) - self._keep_last + 1)]:
                 shutil.rmtree(old, ignore_errors=True)
         logger.info("saved %s", final)
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
         """Restores weights, optimizers and this rank's RNG stream; returns the host-side state.
 
-        A run on another number of processes gets fresh RNG streams and says so.
+        A run on another number of processes, or another kind of device, gets fresh RNG streams
+        and says so.
 
         Raises:
             ValueError: see ``read_state``; RuntimeError: files that are damaged or do not fit.
         """
         state = read_state(checkpoint)
         tensors = self._tensors()
-        if state["world_size"] != self._world.world_size:
+        here = (self._world.world_size, self._world.device.type)
+        if (state["world_size"], state["device_type"]) != here:
             del tensors["rng"]
             logger.warning(
-                "%s was written by %d processes, this run has %d: dropout streams start afresh",
+                "%s was written by %d processes on %s, this run has %d on %s: dropout streams "
+                "start afresh",
                 checkpoint,
                 state["world_size"],
-                self._world.world_size,
+                state["device_type"],
+                *here,
             )
         _load(tensors, checkpoint)
         self._optimizer.load_dense_state(tensors["dense_optimizer"])
@@ -222,10 +230,24 @@ def load_weights(model: DistributedModelParallel, checkpoint: Path) -> None:
     _load({"model": model.state_dict()}, checkpoint)
 
 
+def _run(checkpoint: Path) -> str | None:
+    """The run folder a checkpoint belongs to, None for one that is damaged."""
+    try:
+        return str(read_state(checkpoint)["run"])
+    except ValueError:
+        return None
+
+
 def _prepare(folder: Path, aside: Path) -> None:
-    """Makes the folder to write into; leftovers of a save that was killed go."""
+    """Makes the folder to write into; puts right what a save that was killed has left."""
     for leftover in folder.glob(".writing-step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    for replaced in folder.glob(".replaced-step-*"):
+        final = folder / replaced.name.removeprefix(".replaced-")
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(final)
     aside.mkdir(parents=True)
 
 

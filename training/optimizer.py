@@ -100,6 +100,7 @@ class RunOptimizer:
         self._trunk: RankingTrunk = model.module.trunk
         self.dense = dense_optimizer(self._trunk, args)
         self.tables = model.fused_optimizer
+        self.table_kernels = _table_kernels(model.module.tables)
 
     def begin_step(self, step: int) -> float:
         """Sets the learning rates of a 1-based step, before its backward; returns the dense one."""
@@ -110,6 +111,11 @@ class RunOptimizer:
             group["lr"] = factor * _table_learning_rate(self._args)
         # The fused optimizer's step() moves nothing: it hands the rate to the table kernels.
         self.tables.step()
+        # A lookup counts one up, in evaluation and in a refused step as well, and no checkpoint
+        # holds the count: it is the number of the step that makes it right.
+        for kernel in self.table_kernels:
+            kernel.iter.fill_(step - 1)
+            kernel.iter_cpu.fill_(step - 1)
         return factor * self._args.learning_rate
 
     def dense_state(self) -> dict[str, Any]:
@@ -126,6 +132,18 @@ class RunOptimizer:
     def step(self) -> None:
         """Updates the dense parameters; the tables' rows were updated inside backward."""
         self.dense.step()
+
+
+def _table_kernels(tables: Any) -> list[Any]:
+    """FBGEMM's modules behind the tables; each has a step counter, which Adam's bias correction
+    reads. TorchRec keeps them out of the module tree."""
+    return [
+        module
+        for collection in tables.collections
+        for lookup in collection._lookups
+        for module in lookup.modules()
+        if hasattr(module, "iter_cpu")
+    ]
 
 
 def _table_learning_rate(args: OptimizerArgs) -> float:

@@ -13,7 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from configs.schema import ExperimentArgs
-from training.startup import check_built, check_data, check_folders, check_machine
+from training.startup import (
+    check_built,
+    check_checkpoints,
+    check_data,
+    check_folders,
+    check_machine,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +32,7 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
     """
     with _told_in_one_line():
         check_built(experiment)
+        check_checkpoints(experiment, evaluate=evaluate)
         check_data(experiment)
         if evaluate is None:
             check_folders(experiment)

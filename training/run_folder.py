@@ -11,38 +11,57 @@ from training.checkpoint import latest_checkpoint, read_state
 
 logger = logging.getLogger(__name__)
 
+_LOCK_NAME = ".lock"
 
-def claim_new_folder(experiment: ExperimentArgs) -> Path:
-    """Makes the folder asked for, or the first of its -2, -3, ... that is not in use.
 
-    Two runs that start together get two folders: making one is what claims it.
+class FolderInUseError(RuntimeError):
+    """Another process trains in a run folder."""
+
+
+def claim_new_folder(experiment: ExperimentArgs) -> tuple[Path, IO[str]]:
+    """Makes and locks the folder asked for, or the first of its -2, -3, ... that is not in use.
+
+    The lock is what claims it: two runs that start together get two folders. A number whose
+    checkpoints lie in ckpt_save_dir already is taken, too.
     """
     for path in _numbered(Path(experiment.output_dir)):
-        if path.is_dir() and not any(path.iterdir()):
-            return path
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
+        if _is_used(path) or _is_used(checkpoint_folder(experiment, path)):
             continue
-        return path
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = lock_folder(path)
+        except FolderInUseError:
+            continue
+        if not _is_used(path):
+            return path, lock
+        lock.close()
     raise AssertionError("the numbers do not end")
+
+
+def _is_used(path: Path) -> bool:
+    if not path.is_dir():
+        return path.exists()
+    return any(entry.name != _LOCK_NAME for entry in path.iterdir())
 
 
 def lock_folder(folder: Path) -> IO[str]:
     """Holds the folder for this process until the returned file is closed.
 
     Raises:
-        RuntimeError: another process trains in it.
+        FolderInUseError: another process trains in it. OSError: it cannot be locked at all.
     """
-    lock = (folder / ".lock").open("w")
+    lock = (folder / _LOCK_NAME).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         lock.close()
-        raise RuntimeError(
+        raise FolderInUseError(
             f"{folder} must be used by one run at a time, but another process trains in it; wait "
             "for it, end it, or set TrainerArgs.output_dir"
         ) from None
+    except OSError:
+        lock.close()
+        raise
     return lock
 
 
@@ -61,7 +80,7 @@ def resumed_checkpoint(experiment: ExperimentArgs) -> Path:
     wanted = Path(experiment.output_dir)
     runs = list(itertools.takewhile(Path.exists, _numbered(wanted)))
     for run in reversed(runs):
-        found = latest_checkpoint(checkpoint_folder(experiment, run))
+        found = latest_checkpoint(checkpoint_folder(experiment, run), run=run)
         if found is not None:
             return found
     raise ValueError(

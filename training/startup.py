@@ -5,12 +5,15 @@ built yet, packages that are missing and hardware that is not there. Each refusa
 binding that would run.
 """
 
+import logging
 import os
 import tempfile
 from pathlib import Path
 
 from configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, ExperimentArgs
 from data.manifest import check_tables, find_dataset, read_manifest
+
+logger = logging.getLogger(__name__)
 
 
 def check_data(experiment: ExperimentArgs) -> None:
@@ -89,11 +92,34 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
 
     choose_backend(experiment.network.kernel_backend, device_type=device_type)
     resolve_table_optimizer(experiment.optimizer, device_type)
+    if experiment.network.dtype_str == "bfloat16" and device_type == "cpu":
+        logger.warning(
+            "NetworkArgs.dtype_str = 'bfloat16' is many times slower than 'float32' on most CPUs"
+        )
     if experiment.network.dtype_str == "float16":
         raise NotImplementedError(
             "NetworkArgs.dtype_str = 'float16' cannot train: FP16 gradients need loss scaling, "
             "which is not built yet; what runs: 'bfloat16' or 'float32'"
         )
+
+
+def check_checkpoints(experiment: ExperimentArgs, *, evaluate: str | None) -> None:
+    """Refuses a path that is no checkpoint by the field that names it; needs no torch.
+
+    Raises:
+        ValueError: naming field and path.
+    """
+    trainer = experiment.trainer
+    named = {"--evaluate": evaluate}
+    if evaluate is None:
+        named["TrainerArgs.ckpt_load_dir"] = trainer.ckpt_load_dir
+        named["TrainerArgs.resume"] = None if trainer.resume == "latest" else trainer.resume
+    for field, path in named.items():
+        if path is not None and not (Path(path) / "state.json").is_file():
+            raise ValueError(
+                f"{field} must name a folder checkpoints/step-N of a run, got {path!r}, which has "
+                "no state.json; correct the path"
+            )
 
 
 def check_folders(experiment: ExperimentArgs) -> None:

@@ -255,9 +255,8 @@ class Trainer:
 
     def _intervals(self) -> list[int]:
         trainer = self.experiment.trainer
-        return [trainer.eval_interval] + (
-            [trainer.ckpt_save_interval] if trainer.ckpt_save_interval else []
-        )
+        evaluations = [trainer.eval_interval] if self._validates() else []
+        return evaluations + ([trainer.ckpt_save_interval] if trainer.ckpt_save_interval else [])
 
     def _between_segments(self, step: int, telemetry: Telemetry) -> None:
         trainer = self.experiment.trainer
@@ -299,8 +298,11 @@ class Trainer:
         outcome: list[tuple[str, str]] = [("", "")]
         if self.world.is_main:
             try:
-                folder = self.folder or claim_new_folder(self.experiment)
-                stack.enter_context(lock_folder(folder))
+                if self.folder is None:
+                    folder, lock = claim_new_folder(self.experiment)
+                else:
+                    folder, lock = self.folder, lock_folder(self.folder)
+                stack.enter_context(lock)
                 (folder / "operative_config.gin").write_text(
                     experiment_to_gin(self.experiment), encoding="utf-8"
                 )

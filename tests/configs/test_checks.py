@@ -230,3 +230,13 @@ def test_impossible_synthetic_data_is_refused(
         load_experiment(path, task="ranking")
     for part in parts:
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_a_decay_that_the_table_kernel_ignores_is_refused(refusal: Refusal, name: str) -> None:
+    lines = (
+        f"OptimizerArgs.sparse_optimizer_str = {name!r}\nOptimizerArgs.sparse_weight_decay = 0.1"
+    )
+    message = refusal(lines)
+    for part in ("OptimizerArgs.sparse_weight_decay must be 0", name, "got 0.1"):
+        assert part in message

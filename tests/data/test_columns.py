@@ -43,7 +43,7 @@ def _refusal(args: DatasetArgs) -> str:
     assert type(refused.value) is ValueError
     message = str(refused.value)
     assert len(message.splitlines()) == 1
-    command = f"python -m data.preprocess --dataset ml-100k --output {args.dataset_path}"
+    command = f"python data/preprocess.py --dataset ml-100k --output {args.dataset_path}"
     assert message.endswith(f"; run {command} again")
     return message
 

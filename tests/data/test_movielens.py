@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs.schema import DatasetArgs
 from data.dataset import EventStore
+from data.loader import build_datasets
 from data.manifest import read_manifest
 from data.preprocess import preprocess
 from tests.data.conftest import FIXTURES, write_ml_100k
@@ -82,6 +84,23 @@ def test_shuffled_rows_come_out_in_time_order_with_their_ratings(tmp_path):
     assert store.timestamps_N.tolist() == [1001, 1002, 1003, 1004, 1005, 1006]
     assert store.items_N.tolist() == [10, 20, 30, 40, 50, 60]
     assert store.labels_N.tolist() == [n % 5 for n in range(1, 7)]
+
+
+def test_the_target_of_shuffled_rows_is_the_latest_event(tmp_path):
+    rows = [(1, 10 * n, n % 5 + 1, 1000 + n) for n in (4, 1, 6, 2, 5, 3)]
+    source = write_ml_100k(tmp_path / "in", rows, users=[1])
+    preprocess("ml-100k", source=source, output=tmp_path / "ml-100k")
+    args = DatasetArgs(
+        dataset_name="ml-100k",
+        dataset_path=str(tmp_path / "ml-100k"),
+        max_history_seqlen=3,
+        max_num_candidates=2,
+    )
+    batch = build_datasets(args).test.batch(np.arange(1), batch_size=1)
+    assert batch.features["item_id"].values().tolist() == [20, 30, 40, 50, 60]
+    assert batch.features["action"].values().tolist() == [2, 3, 4]
+    assert batch.labels_E.tolist() == [2, 3, 4, 0, 1]
+    assert batch.num_candidates_B.tolist() == [2]
 
 
 def test_equal_times_keep_file_order_whatever_other_users_do(tmp_path):

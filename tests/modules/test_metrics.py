@@ -191,3 +191,17 @@ def test_figures_do_not_depend_on_the_number_of_ranks(
     for found in two_ranks.run(_share, sizes):
         assert found["num_events"] == NUM_EVENTS
         assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_task_with_one_kind_of_label_is_left_out_of_the_mean() -> None:
+    data = events()
+    metrics = RankingMetrics(num_scores=2)
+    metrics.update(
+        scores_EK=torch.stack([data["scores"], data["scores"]], dim=1),
+        targets_EK=torch.stack([data["targets"], torch.ones_like(data["targets"])], dim=1),
+        user_ids_E=data["users"],
+        labels_E=data["targets"],
+    )
+    figures = metrics.compute()
+    assert math.isnan(figures["auc_task1"])
+    assert figures["auc"] == figures["auc_task0"]

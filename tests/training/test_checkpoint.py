@@ -248,3 +248,32 @@ def test_a_nan_reaches_no_checkpoint_and_changes_nothing(
         assert found["newest"] == "step-00000002"
         assert_same(found["left"], found["saved"])
         assert all(value.isfinite().all() for value in found["saved"].values())
+
+
+def test_a_stranger_in_the_folder_is_neither_pruned_nor_counted(
+    run_folder: str, tmp_path: Path, world: World
+) -> None:
+    trainer = Trainer(synthetic_experiment(run_folder), world=world)
+    for step in (900, 901, 902):
+        trainer.checkpointer.save(tmp_path, step, run=tmp_path / "stranger", data_state={})
+    for step in (1, 2, 3):
+        trainer.checkpointer.save(tmp_path, step, run=tmp_path / "own", data_state={})
+    kept = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert kept == [f"step-{step:08d}" for step in (2, 3, 901, 902)]
+    newest = latest_checkpoint(tmp_path, run=tmp_path / "own")
+    assert newest is not None
+    assert newest.name == "step-00000003"
+
+
+def test_what_a_killed_replacement_left_is_put_right(
+    run_folder: str, tmp_path: Path, world: World
+) -> None:
+    trainer = Trainer(synthetic_experiment(run_folder), world=world)
+    saved = trainer.checkpointer.save(tmp_path, 1, run=tmp_path, data_state={})
+    saved.rename(tmp_path / f".replaced-{saved.name}")
+    (tmp_path / ".writing-step-00000007").mkdir()
+    trainer.checkpointer.save(tmp_path, 2, run=tmp_path, data_state={})
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == [
+        "step-00000001",
+        "step-00000002",
+    ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from configs.schema import ExperimentArgs
+from data.batch import SequenceBatch
 from data.loader import SequenceLoader
 from tests.support.experiments import (
     FirstSamples,
+    batch_of,
     cpu_world,
     synthetic_experiment,
     users_of_one_length,
@@ -53,6 +55,25 @@ def _figures(
     ]
 
 
+class Given:
+    """A loader that yields the batches it was given."""
+
+    def __init__(self, batches: list[SequenceBatch]) -> None:
+        self._batches = batches
+
+    def epoch(self, epoch: int) -> Iterator[SequenceBatch]:
+        return iter(self._batches)
+
+
+def _share(
+    trainer: Trainer, rank: int, world_size: int, *, count: int, batch_size: int
+) -> list[SequenceBatch]:
+    """What a rank of a larger world would be fed."""
+    loader = first_users(trainer, count=count, batch_size=batch_size)
+    loader.rank, loader.world_size = rank, world_size
+    return list(loader.epoch(0))
+
+
 def pair_count(trainer: Trainer, *, count: int) -> float:
     """AUC as the share of ordered pairs, from scores of one user at a time."""
     trainer.model.eval()
@@ -80,7 +101,9 @@ def test_auc_and_count_do_not_depend_on_the_number_of_ranks(
     sizes = [(count, batch_size)]
     found = _figures(0, 1, run_folder, sizes)
     found += sum(two_ranks.run(_figures, run_folder, sizes), [])
-    assert len(found) == 3
+    shares = [_share(trainer, rank, 3, count=count, batch_size=batch_size) for rank in range(3)]
+    found.append(evaluate(trainer.model.module, Given(sum(shares, [])), world=world))
+    assert len(found) == 4
     for figures in found:
         assert figures["num_events"] == count
         assert figures["auc"] == pytest.approx(expected, abs=1e-6)
@@ -95,3 +118,30 @@ def test_three_users_on_two_ranks(run_folder: str, world: World, two_ranks: TwoR
         for figures, expected in zip(found, alone, strict=True):
             assert figures["num_events"] == 3
             assert figures == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+def _given(
+    rank: int, world_size: int, folder: str, shares: list[list[tuple[int, int]]]
+) -> dict[str, float]:
+    trainer = Trainer(synthetic_experiment(folder), world=cpu_world(rank, world_size))
+    batch = batch_of(shares[rank], batch_size=4, first_user=sum(map(len, shares[:rank])))
+    return evaluate(trainer.model.module, Given([batch]), world=trainer.world)
+
+
+@pytest.mark.parametrize(
+    ("second", "num_events"),
+    [([(0, 3), (0, 1)], 9), ([(0, 0), (0, 0)], 5), ([(4, 0)], 5), ([], 5)],
+    ids=["no history", "no events", "no candidates", "nobody"],
+)
+def test_a_rank_with_little_to_score(
+    run_folder: str,
+    world: World,
+    two_ranks: TwoRanks,
+    second: list[tuple[int, int]],
+    num_events: int,
+) -> None:
+    first = [(4, 3), (6, 2)]
+    alone = _given(0, 1, run_folder, [first + second])
+    assert alone["num_events"] == num_events
+    for figures in two_ranks.run(_given, run_folder, [first, second]):
+        assert figures == pytest.approx(alone, rel=1e-6, nan_ok=True)

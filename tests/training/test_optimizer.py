@@ -135,3 +135,15 @@ def test_replicated_tables_have_their_own_decay(run_folder: str) -> None:
     assert decay["replicated.tables.table_user_id.weight"] == 0.2
     assert decay["head.layers.0.weight"] == 0.1
     assert decay["head.layers.0.bias"] == decay["norm.weight"] == 0.0
+
+
+def test_table_kernels_start_each_step_from_its_number(run_folder: str, world: World) -> None:
+    """The count is Adam's bias correction: lookups in evaluation must not advance it."""
+    trainer = Trainer(synthetic_experiment(run_folder), world=world)
+    kernels = trainer.optimizer.table_kernels
+    assert len(kernels) == 1
+    for step in (1, 2, 7):
+        kernels[0].iter.add_(5)
+        kernels[0].iter_cpu.add_(5)
+        trainer.optimizer.begin_step(step)
+        assert (int(kernels[0].iter), int(kernels[0].iter_cpu)) == (step - 1, step - 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from configs.schema import ExperimentArgs
 from tests.support.experiments import synthetic_experiment
 from training.distributed import World
 from training.run_folder import claim_new_folder, lock_folder
@@ -26,12 +27,34 @@ def lines(folder: Path) -> list[tuple[int, str]]:
     return [(record["step"], record["split"]) for record in map(json.loads, text.splitlines())]
 
 
+def claim(experiment: ExperimentArgs) -> str:
+    folder, lock = claim_new_folder(experiment)
+    lock.close()
+    return folder.name
+
+
 def test_claiming_takes_the_first_free_number(tmp_path: Path) -> None:
     experiment = synthetic_experiment(str(tmp_path / "run"))
-    assert claim_new_folder(experiment).name == "run"
+    assert claim(experiment) == claim(experiment) == "run", "nothing was written in it"
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     (tmp_path / "run-2").write_text("a file is in the way")
-    assert claim_new_folder(experiment).name == "run-3"
+    assert claim(experiment) == "run-3"
+
+
+def test_two_runs_that_start_together_get_two_folders(tmp_path: Path) -> None:
+    experiment = synthetic_experiment(str(tmp_path / "run"))
+    first, first_lock = claim_new_folder(experiment)
+    second, second_lock = claim_new_folder(experiment)
+    assert (first.name, second.name) == ("run", "run-2")
+    first_lock.close()
+    second_lock.close()
+
+
+def test_a_name_whose_checkpoints_lie_elsewhere_is_taken(tmp_path: Path) -> None:
+    shared = tmp_path / "checkpoints"
+    (shared / "run" / "step-00000009").mkdir(parents=True)
+    experiment = synthetic_experiment(str(tmp_path / "run"), trainer={"ckpt_save_dir": str(shared)})
+    assert claim(experiment) == "run-2"
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:

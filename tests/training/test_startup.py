@@ -113,7 +113,7 @@ def test_what_a_cpu_cannot_run_is_refused_by_its_binding(
 def test_data_that_is_not_there_is_refused_with_its_command(tmp_path: Path) -> None:
     check_data(synthetic_experiment(str(tmp_path / "run")))
     experiment = movielens_experiment(tmp_path / "nothing", str(tmp_path / "run"))
-    with pytest.raises(ValueError, match="python -m data.preprocess --dataset ml-100k"):
+    with pytest.raises(ValueError, match="python data/preprocess.py --dataset ml-100k"):
         check_data(experiment)
     assert list(tmp_path.iterdir()) == []
 

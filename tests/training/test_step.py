@@ -46,7 +46,8 @@ def batches(trainer: Trainer, count: int) -> list[SequenceBatch]:
 
 
 def test_every_trainable_tensor_moves(run_folder: str, world: World) -> None:
-    trainer, step = make(run_folder, world, network={"use_time_bias": True})
+    biases = {"use_time_bias": True, "use_relative_position_bias": True}
+    trainer, step = make(run_folder, world, network=biases)
     before = weights(trainer)
     for batch in batches(trainer, 3):
         step(batch)

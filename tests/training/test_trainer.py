@@ -93,13 +93,17 @@ def test_learns_the_planted_signal(run_folder: str, world: World) -> None:
     assert figures["auc"] > 0.65
 
 
-@pytest.mark.parametrize("pipeline_type", ["none", "native"])
+@pytest.mark.parametrize(
+    ("pipeline_type", "train_windows", "batch_size"), [("none", "all", 8), ("native", "random", 11)]
+)
 def test_resume_repeats_the_straight_run(
     movielens: Path,
     tmp_path: Path,
     world: World,
     monkeypatch: pytest.MonkeyPatch,
     pipeline_type: str,
+    train_windows: str,
+    batch_size: int,
 ) -> None:
     """12 steps = 7 + 5 in a new trainer, over an epoch end, with dropout and shuffling."""
     seen = watch_samples(monkeypatch)
@@ -107,12 +111,16 @@ def test_resume_repeats_the_straight_run(
     def experiment(folder: Path, **trainer: Any) -> ExperimentArgs:
         settings = {
             "max_train_iters": 12,
-            "train_batch_size": 8,
+            "train_batch_size": batch_size,
             "pipeline_type": pipeline_type,
             "ckpt_save_interval": 7,
         }
         return movielens_experiment(
-            movielens, str(folder), trainer=settings | trainer, network=DROPOUT
+            movielens,
+            str(folder),
+            trainer=settings | trainer,
+            dataset={"train_windows": train_windows},
+            network=DROPOUT,
         )
 
     straight = Trainer(experiment(tmp_path / "straight"), world=world)
