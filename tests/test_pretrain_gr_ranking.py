@@ -171,7 +171,6 @@ def test_a_refusal_of_one_rank_is_told_with_its_rank(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert result.processes_left == 0
     assert "error: rank 1: NetworkArgs.kernel_backend = 'triton' cannot run" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 REFUSALS = {
