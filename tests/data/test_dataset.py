@@ -91,5 +91,7 @@ def test_the_split_left_open_follows_the_task(task, candidates, split, make_data
 
 def test_missing_data_is_one_error(tmp_path, make_dataset):
     args = make_dataset([9])
-    with pytest.raises(ValueError, match="no preprocessed data set in .*run python -m"):
+    with pytest.raises(
+        ValueError, match="must hold a preprocessed data set, got .*run python data/preprocess.py"
+    ):
         build_datasets(type(args)(**{**vars(args), "dataset_path": str(tmp_path / "no")}))

@@ -18,7 +18,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_missing_data_names_the_command(tmp_path):
-    with pytest.raises(ValueError, match=r"python -m data\.preprocess --dataset ml-1m --output"):
+    with pytest.raises(ValueError, match=r"python data/preprocess\.py --dataset ml-1m --output"):
         read_manifest(tmp_path / "none", dataset_name="ml-1m")
 
 
@@ -26,7 +26,7 @@ def test_the_default_folder_needs_no_output_in_the_command():
     folder = find_dataset("ml-20m", None)
     assert folder.parts[-2:] == ("datasets", "ml-20m")
     if not folder.exists():
-        with pytest.raises(ValueError, match=r"run python -m data\.preprocess --dataset ml-20m$"):
+        with pytest.raises(ValueError, match=r"run python data/preprocess\.py --dataset ml-20m$"):
             read_manifest(folder, dataset_name="ml-20m")
 
 
