@@ -285,7 +285,8 @@ class OptimizerArgs(CheckedArgs):
     """Peak step size of the tables; None = learning_rate."""
 
     sparse_weight_decay: NonNegativeFloat = 0.0
-    """Decay of sharded tables, on the rows that a batch looks up (adam, rowwise_adagrad)."""
+    """Decay of sharded tables on the rows that a batch looks up: L2 for rowwise_adagrad, decoupled
+    for adam."""
 
     replicated_weight_decay: NonNegativeFloat | None = None
     """Weight decay of replicated tables; None = weight_decay."""

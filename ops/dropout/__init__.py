@@ -1,7 +1,7 @@
 """Dropout whose mask costs little on a CPU.
 
 torch's CPU dropout draws one Bernoulli variable at a time; here one 64-bit word of the generator
-decides two entries. Measured on one thread, (5000, 64) in float32: 1.5 ms against 5.9 ms.
+decides two entries. Measured on one thread, (5000, 64) in float32: 3.6 ms against 6.8 ms.
 """
 
 import torch
