@@ -1,6 +1,8 @@
 """Turns a raw data set into memory-mappable columns: python data/preprocess.py --dataset NAME.
 
-Writes three files: the events, the users, and last the manifest that makes them a data set.
+Writes three files: the events, the users, and last the manifest that makes them a data set. Memory
+does not grow with the number of events (data/events.py says how); the disk of the output needs
+room for about 40 bytes an event, and for the logs that a tar archive holds.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: its folder is on the path, the root is not
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import polars as pl
-import pyarrow as pa
+import numpy as np
 
 from configs.datasets import DATASETS, DatasetFacts
+from data import kuairand, movielens
+from data.arrow_files import write_events, write_users
+from data.download import fetch
+from data.events import EventSorter
 from data.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -33,12 +38,15 @@ from data.manifest import (
     default_folder,
     read_manifest,
 )
-from data.movielens import Tables, read_movielens
-from data.sources import LAYOUTS, fetch, locate
+from data.progress import stage
+from data.raw_lines import EventReader
+from data.sources import KUAIRAND_FLAGS, RawFiles, locate
+from data.users import UserTable
 
 logger = logging.getLogger(__name__)
 
 _PARTIAL = ".partial-"
+_DOWNLOADS = ".download"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -59,35 +67,75 @@ def preprocess(
         The folder, its manifest, and whether anything had to be written.
 
     Raises:
-        NotImplementedError: a data set that is not built yet.
         ValueError: raw files that are missing, cut or break their format.
         RuntimeError: the network or the output folder does not let us.
     """
-    if dataset_name not in LAYOUTS:
-        built = ", ".join(LAYOUTS)
-        raise NotImplementedError(
-            f"--dataset {dataset_name}: preprocessing is not built yet; built are {built}"
-        )
     folder = default_folder(dataset_name) if output is None else output
     existing = _intact_manifest(folder, dataset_name)
     if source is None and existing is not None:
         return folder, existing, False
+    downloads = folder / _DOWNLOADS
     with _output_errors(folder), _workspace(folder) as work:
-        raw = locate(dataset_name, fetch(dataset_name, work) if source is None else source)
+        if source is None:
+            source = fetch(dataset_name, downloads)
+        raw = locate(dataset_name, source, work)
         checksums = raw.sha256()
         if existing is not None and existing.source == checksums:
-            return folder, existing, False
-        logger.info("reading %s", raw.ratings)
-        facts = DATASETS[dataset_name]
-        tables = read_movielens(dataset_name, raw, facts, work)
-        logger.info("writing %d events of %d users", tables.events.height, tables.users.height)
-        files = {
-            "events": _write(tables.events, work, "events"),
-            "users": _write(tables.users, work, "users"),
-        }
-        manifest = _manifest(dataset_name, facts, tables, checksums, files)
-        _publish(manifest, work, folder)
-    return folder, manifest, True
+            manifest, is_new = existing, False
+        else:
+            manifest, is_new = _convert(dataset_name, raw, checksums, work), True
+            _publish(manifest, work, folder)
+        shutil.rmtree(downloads, ignore_errors=True)
+    return folder, manifest, is_new
+
+
+def _convert(dataset_name: str, raw: RawFiles, checksums: dict[str, str], work: Path) -> Manifest:
+    """Writes the events and the users into `work`."""
+    facts = DATASETS[dataset_name]
+    users, sorter, ticks_per_second = _read(dataset_name, raw, facts, work)
+    user_ids_U, counts_U = sorter.user_counts()
+    if users is None:
+        users = UserTable(columns={"user_id": user_ids_U}, vocabularies={})
+    with stage("sorting and writing", sorter.num_events, unit="rows") as advance:
+        write_events(
+            work / "events.arrow",
+            sorter.parts(),
+            num_events=sorter.num_events,
+            ticks_per_second=ticks_per_second,
+            advance=advance,
+        )
+    columns = users.with_events(user_ids_U, counts_U)
+    write_users(work / "users.arrow", columns)
+    files = {role: _name_by_content(work, role) for role in ("events", "users")}
+    return _manifest(dataset_name, facts, sorter, users, columns, checksums, files)
+
+
+def _read(
+    dataset_name: str, raw: RawFiles, facts: DatasetFacts, work: Path
+) -> tuple[UserTable | None, EventSorter, int]:
+    """The users, if there is a file of them; all events; and in what fraction of a second."""
+    users: UserTable | None = None
+    layout: kuairand.KuaiRandFormat | movielens.MovieLensFormat
+    if facts.label_kind == "bitmask":
+        layout = kuairand.KuaiRandFormat(raw.layout)
+        if raw.users is not None:
+            users = kuairand.read_users(raw.users, raw.layout)
+    else:
+        layout = movielens.MovieLensFormat(raw.layout, facts)
+        if raw.users is not None:
+            users = movielens.read_users(dataset_name, raw.users, raw.layout)
+    known_users = None if users is None else users.columns["user_id"]
+    sorter = EventSorter(work)
+    for file in raw.events.values():
+        before = sorter.num_events
+        reader = EventReader(file, layout, known_users=known_users, users_file=raw.layout.users)
+        with stage(f"reading {Path(str(file)).name}", file.num_bytes(), unit="bytes") as advance:
+            for block in reader.blocks(advance):
+                sorter.add(block)
+        if sorter.num_events == before:
+            raise ValueError(f"{file} holds no events; it is cut or the wrong file")
+        file.release()
+    return users, sorter, layout.ticks_per_second
 
 
 def _intact_manifest(folder: Path, dataset_name: str) -> Manifest | None:
@@ -124,6 +172,7 @@ def _workspace(folder: Path) -> Iterator[Path]:
             if not path.exists():
                 undo.callback(_remove_if_empty, path)
         folder.mkdir(parents=True, exist_ok=True)
+        undo.callback(_remove_if_empty, folder / _DOWNLOADS)
         lock = os.open(folder, os.O_RDONLY)
         undo.callback(os.close, lock)
         try:
@@ -142,17 +191,10 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _write(frame: pl.DataFrame, work: Path, role: str) -> FileFacts:
-    """Writes one record batch, so that a reader maps each column as one array."""
+def _name_by_content(work: Path, role: str) -> FileFacts:
+    """Renames a file after its content: a new version never overwrites what a manifest names."""
     path = work / f"{role}.arrow"
-    table = frame.rechunk().to_arrow()
-    with path.open("wb") as file:
-        with pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-        file.flush()
-        os.fsync(file.fileno())
     digest = _sha256(path)
-    # The content names the file: a new version never overwrites what a manifest points to.
     path = path.rename(work / f"{role}-{digest[:12]}.arrow")
     return FileFacts(name=path.name, num_bytes=path.stat().st_size, sha256=digest)
 
@@ -176,44 +218,45 @@ def _publish(manifest: Manifest, work: Path, folder: Path) -> None:
 def _manifest(
     dataset_name: str,
     facts: DatasetFacts,
-    tables: Tables,
+    sorter: EventSorter,
+    users: UserTable,
+    columns: Mapping[str, np.ndarray],
     checksums: dict[str, str],
     files: dict[str, FileFacts],
 ) -> Manifest:
-    events, users = tables.events, tables.users
+    is_mask = facts.label_kind == "bitmask"
     max_ids = {
-        facts.item_feature_name: _maximum(events, "item_id"),
-        facts.action_feature_name: facts.num_classes - 1,
+        facts.item_feature_name: sorter.max_item_id,
+        facts.action_feature_name: (1 << facts.num_classes) - 1
+        if is_mask
+        else facts.num_classes - 1,
     }
     for name in facts.contextual_feature_names:
-        max_ids[name] = _maximum(users, name)
-        if name in tables.vocabularies:
-            max_ids[name] = len(tables.vocabularies[name]) - 1
+        max_ids[name] = int(columns[name].max())
+        if name in users.vocabularies:
+            max_ids[name] = len(users.vocabularies[name]) - 1
+    options: dict[str, object] = {"label_bits": list(KUAIRAND_FLAGS)}
+    if not is_mask:
+        options = {"first_rating": facts.first_rating, "rating_step": facts.rating_step}
     return Manifest(
         format_version=FORMAT_VERSION,
         dataset_name=dataset_name,
         item_feature_name=facts.item_feature_name,
         action_feature_name=facts.action_feature_name,
         contextual_feature_names=facts.contextual_feature_names,
-        num_users=users.height,
-        num_users_without_events=int((users["event_count"] == 0).sum()),
-        num_items=tables.num_items,
-        num_events=events.height,
+        num_users=len(columns["user_id"]),
+        num_users_without_events=int((columns["event_count"] == 0).sum()),
+        num_items=sorter.num_items,
+        num_events=sorter.num_events,
         max_ids=max_ids,
         vocab_sizes={name: max_id + 1 for name, max_id in max_ids.items()},
-        vocabularies=tables.vocabularies,
+        vocabularies=dict(users.vocabularies),
         num_classes=facts.num_classes,
         label_kind=facts.label_kind,
         source=checksums,
-        options={"first_rating": facts.first_rating, "rating_step": facts.rating_step},
+        options=options,
         files=files,
     )
-
-
-def _maximum(frame: pl.DataFrame, column: str) -> int:
-    maximum = frame[column].max()
-    assert isinstance(maximum, int)
-    return maximum
 
 
 def _sha256(path: Path) -> str:
@@ -236,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder, manifest, written = preprocess(
             arguments.dataset, source=arguments.source, output=arguments.output
         )
-    except (ValueError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, RuntimeError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     state = "written" if written else "up to date"

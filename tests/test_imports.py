@@ -20,7 +20,7 @@ ENTRIES = sorted(path.stem for path in PROJECT_ROOT.glob("pretrain_*.py"))
 # docs/architecture.md, "Who may use what": vendor -> files that import it.
 OWNERS = {
     "gin": ["configs/loader.py"],
-    "polars": ["data/preprocess.py", "data/movielens.py", "data/kuairand.py"],
+    "polars": ["data/raw_lines.py"],
     "torchrec": [
         "data/batch.py",
         "modules/embedding.py",

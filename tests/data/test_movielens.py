@@ -227,8 +227,8 @@ def test_users_may_mix_utf_8_and_latin_1(raw, tmp_path):
     ("dataset_name", "file", "message"),
     [
         ("ml-20m", "ratings.csv", "must be a header with the columns userId"),
-        ("ml-100k", "u.data", "holds no ratings"),
-        ("ml-1m", "ratings.dat", "holds no ratings"),
+        ("ml-100k", "u.data", "holds no events"),
+        ("ml-1m", "ratings.dat", "holds no events"),
         ("ml-100k", "u.user", "holds no users"),
     ],
 )

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import fcntl
-import http.server
 import os
-import shutil
 import subprocess
 import sys
-import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from data import preprocess as cli
-from data import sources
 from data.preprocess import main, preprocess
 from tests.data.conftest import FIXTURES
 
@@ -52,7 +48,7 @@ def test_a_second_run_has_nothing_to_do(tmp_path, monkeypatch):
     output = tmp_path / "out"
     assert preprocess("ml-100k", source=FIXTURES / "ml-100k", output=output)[2]
     before = {path.name: path.stat().st_mtime_ns for path in output.iterdir()}
-    monkeypatch.setattr(cli, "read_movielens", _never)
+    monkeypatch.setattr(cli, "_convert", _never)
     monkeypatch.setattr(cli, "fetch", _never)
     assert not preprocess("ml-100k", source=FIXTURES / "ml-100k", output=output)[2]
     assert not preprocess("ml-100k", output=output)[2]
@@ -207,19 +203,13 @@ def test_a_source_of_another_data_set_is_named(dataset_name, fixture, message, t
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dataset", "ml-1m", "--source", "/no/such"], "--source /no/such does not exist; exp"),
-        (["--dataset", "kuairand-1k"], "kuairand-1k: preprocessing is not built yet"),
-    ],
-)
-def test_a_wrong_command_is_one_message(arguments, message, tmp_path, capsys):
+@pytest.mark.parametrize("dataset_name", ["ml-1m", "kuairand-1k"])
+def test_a_wrong_command_is_one_message(dataset_name, tmp_path, capsys):
+    arguments = ["--dataset", dataset_name, "--source", "/no/such"]
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ")
+    assert error.startswith("error: --source /no/such does not exist; expected a folder, zip or ta")
     assert error.count("\n") == 1
-    assert message in error
 
 
 def test_an_unknown_data_set_names_the_known_ones(capsys):
@@ -249,81 +239,3 @@ def test_both_ways_to_start_it_work_from_anywhere(tmp_path):
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{tmp_path / str(n)}: written (5 events, 3 users, 5 items)\n"
-
-
-Serve = Callable[[bytes, int], None]
-
-
-@pytest.fixture
-def publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """`publisher(body, length)`: what the publisher's address answers, on this machine."""
-    answer: dict[str, object] = {}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(answer["length"]))
-            self.end_headers()
-            self.wfile.write(answer["body"])
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    address = f"http://127.0.0.1:{server.server_port}/{{name}}.zip"
-    monkeypatch.setattr(sources, "_URL", address)
-    yield lambda body, length: answer.update(body=body, length=length)
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_download_comes_from_the_publisher(publisher, tmp_path):
-    body = _zip(FIXTURES / "ml-1m", tmp_path / "x.zip", "ml-1m/").read_bytes()
-    publisher(body, len(body))
-    output, manifest, written = preprocess("ml-1m", output=tmp_path / "out")
-    assert written
-    assert manifest.num_events == 5
-    assert len(list(output.iterdir())) == 3
-
-
-@pytest.mark.parametrize("case", ["cut", "login page"])
-def test_a_bad_download_leaves_nothing(case, publisher, tmp_path):
-    body = _zip(FIXTURES / "ml-1m", tmp_path / "x.zip", "ml-1m/").read_bytes()
-    if case == "cut":
-        publisher(body[:100], len(body))
-    else:
-        publisher(b"<html>please log in</html>", 26)
-    with pytest.raises(
-        RuntimeError, match="cannot fetch http.*elsewhere and pass it with --source"
-    ):
-        preprocess("ml-1m", output=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_ml_100k_falls_back_to_the_published_package(publisher, tmp_path, monkeypatch):
-    wheel = _zip(FIXTURES / "ml-100k-recbole", tmp_path / "recbole-1.2.1-py3-none-any.whl", "r/d/")
-    publisher(b"nothing", 7)
-    commands = []
-
-    def pip(command: list[str], **kwargs: object) -> None:
-        commands.append(command)
-        shutil.copy(wheel, command[command.index("--dest") + 1])
-
-    monkeypatch.setattr(sources.subprocess, "run", pip)
-    _, manifest, _ = preprocess("ml-100k", output=tmp_path / "out")
-    assert manifest.num_events == 5
-    assert commands[0][-1] == "recbole==1.2.1"
-    assert "--no-deps" in commands[0]
-
-
-def test_no_network_at_all_says_what_to_do(publisher, tmp_path, monkeypatch):
-    def pip(command: list[str], **kwargs: object) -> None:
-        raise subprocess.CalledProcessError(1, command, stderr="...\nERROR: no such version\n")
-
-    publisher(b"nothing", 7)
-    monkeypatch.setattr(sources.subprocess, "run", pip)
-    with pytest.raises(RuntimeError, match=r"ERROR: no such version.*pass it with --source"):
-        preprocess("ml-100k", output=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
