@@ -1,6 +1,5 @@
 """Checks across classes: combinations that cannot work, refused before anything is built."""
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -8,16 +7,12 @@ from configs.data_schema import BenchmarkDatasetArgs, DatasetArgs, FeatureArgs
 from configs.datasets import DATASETS
 from configs.rules import ConfigError, did_you_mean
 from configs.table_checks import check_tables, check_widths
+from configs.task_schema import is_retrieval_metric
 
 if TYPE_CHECKING:
     from configs.schema import ExperimentArgs
 
-_RANKING_METRICS = ("auc", "gauc", "ne", "logloss", "auc_multiclass", "loss")
-
-
-def is_retrieval_metric(name: str) -> bool:
-    """HR@k, NDCG@k with k >= 1, or MRR, in any case."""
-    return re.fullmatch(r"(HR|NDCG)@[1-9]\d*|MRR", name.upper()) is not None
+_RANKING_METRICS = ("auc", "gauc", "ne", "logloss", "accuracy", "auc_multiclass", "loss")
 
 
 def group_of(dataset: BenchmarkDatasetArgs, feature_name: str) -> FeatureArgs:
@@ -84,7 +79,10 @@ def _check_task(experiment: "ExperimentArgs") -> None:
 def _check_dataset(experiment: "ExperimentArgs") -> None:
     dataset = experiment.dataset
     if isinstance(dataset, DatasetArgs):
-        check_tables(experiment, DATASETS[dataset.dataset_name].feature_names)
+        _check_contextual_choice(dataset)
+        action = filter(None, (experiment.action_feature_name,))
+        used = (experiment.item_feature_name, *action, *experiment.contextual_feature_names)
+        check_tables(experiment, used)
         return
     groups = dataset.feature_args
     names = [name for group in groups for name in group.feature_names]
@@ -99,6 +97,20 @@ def _check_dataset(experiment: "ExperimentArgs") -> None:
     _check_contextual_groups(dataset)
     check_tables(experiment, names)
     _check_values_fit(dataset, experiment)
+
+
+def _check_contextual_choice(dataset: DatasetArgs) -> None:
+    known, asked = DATASETS[dataset.dataset_name].contextual_feature_names, []
+    for name in dataset.contextual_feature_names or ():
+        if name not in known or name in asked:
+            raise ConfigError(
+                f"DatasetArgs.contextual_feature_names must name features of "
+                f"{dataset.dataset_name} ({', '.join(known)}), each once, got {name!r}; "
+                f"{did_you_mean(name, known) or 'remove it'}",
+                "DatasetArgs.contextual_feature_names",
+                "DatasetArgs.dataset_name",
+            )
+        asked.append(name)
 
 
 def _check_item_group(dataset: BenchmarkDatasetArgs) -> None:
@@ -179,6 +191,14 @@ def _check_positions(experiment: "ExperimentArgs") -> None:
 
 
 def _check_supervision(experiment: "ExperimentArgs") -> None:
+    if experiment.retrieval is not None and experiment.max_history_events < 2:
+        raise ConfigError(
+            f"{type(experiment.dataset).__name__} must leave at least 2 history events for "
+            f"retrieval (each is predicted from the one before), got "
+            f"{experiment.max_history_events}; raise max_history_seqlen or max_sequence_length",
+            "DatasetArgs.max_history_seqlen",
+            "BenchmarkDatasetArgs.feature_args",
+        )
     if experiment.max_num_candidates == 0 and not experiment.history_loss:
         raise ConfigError(
             "DatasetArgs.history_loss must not be False when max_num_candidates is 0, got False; "
@@ -325,6 +345,13 @@ def _check_metric(experiment: "ExperimentArgs") -> None:
     metric = experiment.trainer.early_stopping_metric
     if metric is None:
         return
+    if getattr(experiment.dataset, "train_on_validation", False):
+        raise ConfigError(
+            f"TrainerArgs.early_stopping_metric must be None when DatasetArgs.train_on_validation "
+            f"is True, got {metric!r}; events that are trained on measure nothing: remove one",
+            "TrainerArgs.early_stopping_metric",
+            "DatasetArgs.train_on_validation",
+        )
     if experiment.ranking is not None:
         known = metric in _RANKING_METRICS
         allowed = ", ".join(_RANKING_METRICS)

@@ -202,9 +202,21 @@ class DatasetArgs(CheckedArgs):
     """The training fold also holds the validation events (for the final, reported fit)."""
 
     train_windows: Literal["all", "random", "last"] = "all"
-    """Training samples per user with candidates. last: one, the latest events are candidates.
-    all: every block of max_num_candidates events, newest first, with all events before it as
-    its history. random: the same with other block borders each epoch."""
+    """Training samples per user. last: one, of the latest events. all: with candidates every block
+    of max_num_candidates events, newest first, with all events before it as its history; without
+    (and for retrieval) every block of max_history_seqlen events. random: the same with other
+    block borders each epoch."""
+
+    shuffle_ties: bool = False
+    """Training: events of a user at the same second, whose true order is unknown, come in another
+    order each epoch. Evaluation keeps the order of the source."""
+
+    use_actions: bool = True
+    """The history holds an action token (the label) after each item; False = items alone."""
+
+    contextual_feature_names: tuple[Name, ...] | None = None
+    """Contextual features that are used, in the order of their tokens; None = all of the data set,
+    [] = none."""
 
     num_workers: NonNegativeInt = 0
     """Loader processes per rank; 0 = load in the training process."""

@@ -5,7 +5,6 @@ from typing import Any
 
 from configs.schema import (
     BenchmarkDatasetArgs,
-    DatasetArgs,
     DynamicEmbeddingArgs,
     ExperimentArgs,
     FeatureArgs,
@@ -34,8 +33,6 @@ def inert_in_class(built: Any) -> dict[str, str]:
             return _inert_in_precision(built)
         case TrainerArgs():
             return _inert_in_trainer(built)
-        case DatasetArgs() if built.max_num_candidates == 0:
-            return {"train_windows": "there are no candidates, every user is one sample"}
     return {}
 
 
@@ -51,6 +48,8 @@ def _inert_in_trainer(trainer: TrainerArgs) -> dict[str, str]:
             f"TrainerArgs.profile_step_start = {trainer.profile_step_start} comes after the last "
             f"step, TrainerArgs.max_train_iters = {trainer.max_train_iters}"
         )
+    if trainer.early_stopping_metric is None:
+        inert["early_stopping_patience"] = "early_stopping_metric is None"
     if trainer.ckpt_save_interval == 0:
         reason = "ckpt_save_interval is 0, nothing is saved"
         inert |= {"ckpt_save_dir": reason, "ckpt_keep_last": reason}
@@ -109,6 +108,8 @@ def inert_in_experiment(experiment: ExperimentArgs) -> dict[str, str]:
         inert["NetworkArgs.contextual_embedding_dim"] = reason
     if experiment.max_num_candidates == 0:
         inert["NetworkArgs.target_group_size"] = "there are no candidates"
+    if not network.use_position_embedding and not network.use_relative_position_bias:
+        inert["NetworkArgs.num_position_buckets"] = "nothing depends on positions"
     if not network.use_time_bias:
         inert["NetworkArgs.num_time_buckets"] = "use_time_bias is False"
     if getattr(experiment.dataset, "train_on_validation", False):
@@ -116,9 +117,12 @@ def inert_in_experiment(experiment: ExperimentArgs) -> dict[str, str]:
         inert["TrainerArgs.eval_interval"] = reason
         inert["TrainerArgs.max_eval_iters"] = reason
     if experiment.retrieval is not None:
+        inert["NetworkArgs.target_group_size"] = "retrieval scores the catalogue, not candidates"
         inert["DatasetArgs.history_loss"] = "retrieval always supervises the history"
         inert["DatasetArgs.like_threshold"] = "retrieval has no like labels"
         inert["MixedPrecisionArgs.enable_fp8_for_prediction_head"] = "retrieval has no such head"
+        if not experiment.retrieval.normalize_embeddings:
+            inert["RetrievalArgs.l2_norm_eps"] = "normalize_embeddings is False"
     if experiment.ranking is not None and len(experiment.ranking.prediction_head_arch) == 1:
         reason = "the head has one layer"
         inert["RankingArgs.prediction_head_act_type"] = reason

@@ -22,17 +22,14 @@ from configs.rules import (
     BelowOne,
     CheckedArgs,
     ConfigError,
-    Name,
-    NonEmpty,
-    NonNegativeFloat,
-    NonNegativeInt,
     OptionalPath,
     OptionalSize,
     PositiveFloat,
     PositiveInt,
-    Range,
     Spellings,
 )
+from configs.task_schema import RankingArgs, RetrievalArgs
+from configs.training_schema import OptimizerArgs, TrainerArgs
 
 __all__ = [
     "BenchmarkDatasetArgs",
@@ -51,103 +48,6 @@ __all__ = [
     "TensorModelParallelArgs",
     "TrainerArgs",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerArgs(CheckedArgs):
-    """How long to train, what to report and where results go."""
-
-    train_batch_size: PositiveInt
-    """Users per device and step."""
-
-    eval_batch_size: PositiveInt
-    """Users per device and evaluation step; never changes a metric."""
-
-    eval_interval: PositiveInt = 100
-    """Steps between evaluations on the validation fold."""
-
-    log_interval: PositiveInt = 100
-    """Steps between records in metrics.jsonl."""
-
-    max_train_iters: PositiveInt | None = None
-    """Steps after which training ends; None = num_epochs decides."""
-
-    max_eval_iters: PositiveInt | None = None
-    """Batches of an evaluation during training; None = the whole fold. The figures at the end
-    always cover the whole fold."""
-
-    num_epochs: PositiveInt | None = None
-    """Passes over the training fold after which training ends; becomes 1 when max_train_iters is
-    None too. With both set the earlier end counts."""
-
-    seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 1234
-    """Seed of initial weights, sample order, dropout and synthetic data."""
-
-    early_stopping_metric: Name | None = None
-    """Validation metric that must keep improving (auc, gauc, ne, logloss, loss; hr@k, ndcg@k, mrr
-    for retrieval); None = no early stop."""
-
-    nonfinite_policy: Literal["stop"] = "stop"
-    """On a loss or gradient that is not finite: stop before anything is updated."""
-
-    profile: bool = False
-    """Write a profiler trace of the steps below."""
-
-    profile_step_start: Annotated[PositiveInt, Spellings(((0, 1),))] = 100
-    """First profiled step; steps count from 1 (0 is taken as 1)."""
-
-    profile_step_end: PositiveInt = 200
-    """One past the last profiled step."""
-
-    process_group_timeout_seconds: PositiveFloat = 600.0
-    """Longest wait for another rank before the job ends."""
-
-    output_dir: OptionalPath = None
-    """Folder of the run; None = runs/<name of the gin file>. A used one gets -2, -3, ... appended
-    unless resume is set."""
-
-    ckpt_save_interval: Annotated[int | None, Spellings(((-1, None),)), Range(low=0)] = None
-    """Steps between checkpoints. None (also written -1) = only one at the end; 0 = none at all."""
-
-    ckpt_save_dir: OptionalPath = None
-    """Folder of the checkpoints; None = checkpoints in the run's folder."""
-
-    ckpt_keep_last: PositiveInt = 2
-    """Newest checkpoints kept; older ones are deleted."""
-
-    ckpt_load_dir: OptionalPath = None
-    """Checkpoint whose weights training starts from; step, order and optimizer start anew."""
-
-    resume: OptionalPath = None
-    """Checkpoint to continue exactly (weights, optimizer, step, data position): a path, or
-    "latest" of the run's folder."""
-
-    pipeline_type: Literal["none", "native", "prefetch"] = "native"
-    """none: one batch at a time. native: the next batch is moved and its ids are exchanged while
-    this one computes. prefetch: its embedding rows are fetched, too (GPU)."""
-
-    enable_balanced_shuffler: bool = False
-    """Spread users over ranks by length, so that ranks finish a step together."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.resume is not None and self.ckpt_load_dir is not None:
-            raise ConfigError(
-                f"TrainerArgs.resume must be None when ckpt_load_dir = {self.ckpt_load_dir!r} is "
-                f"set, got {self.resume!r}; resume continues a run, ckpt_load_dir starts a new one "
-                "from weights: keep one of them",
-                "TrainerArgs.resume",
-                "TrainerArgs.ckpt_load_dir",
-            )
-        if self.profile and self.profile_step_end <= self.profile_step_start:
-            raise ConfigError(
-                f"TrainerArgs.profile_step_end must be > profile_step_start = "
-                f"{self.profile_step_start}, got {self.profile_step_end}; raise it",
-                "TrainerArgs.profile_step_end",
-                "TrainerArgs.profile_step_start",
-            )
-        if self.max_train_iters is None and self.num_epochs is None:
-            object.__setattr__(self, "num_epochs", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +93,9 @@ class NetworkArgs(CheckedArgs):
 
     attention_window: PositiveInt | None = None
     """Newest tokens a token sees, beside contextual ones and its own group; None = all."""
+
+    use_position_embedding: bool = True
+    """Add a learned row by position to every token."""
 
     num_position_buckets: PositiveInt = 8192
     """Rows of the position table."""
@@ -247,52 +150,6 @@ class NetworkArgs(CheckedArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerArgs(CheckedArgs):
-    """Optimizers of the dense weights and of the tables."""
-
-    optimizer_str: Literal["adam", "adamw", "sgd"]
-    """Optimizer of the dense weights."""
-
-    learning_rate: PositiveFloat
-    """Its peak step size."""
-
-    adam_beta1: BelowOne = 0.9
-    """Decay of Adam's first moment."""
-
-    adam_beta2: BelowOne = 0.999
-    """Decay of Adam's second moment."""
-
-    adam_eps: PositiveFloat = 1e-8
-    """Added to Adam's denominator."""
-
-    weight_decay: NonNegativeFloat = 0.0
-    """Dense weights: in the gradient for adam and sgd, decoupled for adamw."""
-
-    clip_grad: PositiveFloat | None = None
-    """Largest global norm over dense gradients and those of the looked-up embeddings; None = no
-    limit."""
-
-    warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises linearly from 0."""
-
-    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after the warm-up; cosine and linear fall towards 0."""
-
-    sparse_optimizer_str: Literal["auto", "adam", "rowwise_adagrad", "adagrad", "sgd"] = "auto"
-    """Optimizer of the tables; auto = adam where the table kernel has it, else rowwise_adagrad."""
-
-    sparse_learning_rate: PositiveFloat | None = None
-    """Peak step size of the tables; None = learning_rate."""
-
-    sparse_weight_decay: NonNegativeFloat = 0.0
-    """Decay of sharded tables on the rows that a batch looks up: L2 for rowwise_adagrad, decoupled
-    for adam."""
-
-    replicated_weight_decay: NonNegativeFloat | None = None
-    """Weight decay of replicated tables; None = weight_decay."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TensorModelParallelArgs(CheckedArgs):
     """Splitting one model over devices."""
 
@@ -301,60 +158,6 @@ class TensorModelParallelArgs(CheckedArgs):
 
     sequence_parallel: bool = False
     """Split tokens over those devices outside the linears, too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankingArgs(CheckedArgs):
-    """The ranking head and its metrics."""
-
-    prediction_head_arch: Annotated[tuple[PositiveInt, ...], NonEmpty()]
-    """Widths of the head's layers; the last one is the number of logits."""
-
-    prediction_head_act_type: Literal["relu", "gelu"] = "relu"
-    """Activation between them."""
-
-    prediction_head_bias: bool = True
-    """The head's linears have a bias."""
-
-    prediction_head_dropout: BelowOne = 0.0
-    """Dropout after each of the head's activations."""
-
-    num_tasks: PositiveInt = 1
-    """1: one label per event (a class, or yes/no). More: that many yes/no labels per event."""
-
-    eval_metrics: Annotated[
-        tuple[Literal["AUC", "GAUC", "NE", "LOGLOSS", "AUC_MULTICLASS"], ...], NonEmpty()
-    ] = ("AUC",)
-    """Metrics named in the printed summary; metrics.jsonl always has all of them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetrievalArgs(CheckedArgs):
-    """The retrieval loss and its metrics."""
-
-    num_negatives: OptionalSize = None
-    """Negatives per positive; None (also written -1) = all others of the global batch."""
-
-    temperature: PositiveFloat = 0.05
-    """Divisor of the similarity scores."""
-
-    l2_norm_eps: PositiveFloat = 1e-6
-    """Smallest norm an embedding is divided by."""
-
-    eval_metrics: Annotated[tuple[Name, ...], NonEmpty()] = ("HR@10", "NDCG@10")
-    """Metrics named in the printed summary: HR@k, NDCG@k, MRR."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names = tuple(name.upper() for name in self.eval_metrics)
-        for name in names:
-            if not checks.is_retrieval_metric(name):
-                raise ConfigError(
-                    f"RetrievalArgs.eval_metrics must hold HR@k, NDCG@k (k >= 1) or MRR, got "
-                    f"{name!r}; write for example 'NDCG@10'",
-                    "RetrievalArgs.eval_metrics",
-                )
-        object.__setattr__(self, "eval_metrics", names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,16 +209,18 @@ class ExperimentArgs:
     @property
     def action_feature_name(self) -> str | None:
         """Feature with the actions of history events; None = items only."""
-        source = self.facts or self.dataset
-        assert not isinstance(source, DatasetArgs)
-        return source.action_feature_name
+        if isinstance(self.dataset, BenchmarkDatasetArgs):
+            return self.dataset.action_feature_name
+        facts = DATASETS[self.dataset.dataset_name]
+        return facts.action_feature_name if self.dataset.use_actions else None
 
     @property
     def contextual_feature_names(self) -> tuple[str, ...]:
-        """Features with one id per user."""
-        source = self.facts or self.dataset
-        assert not isinstance(source, DatasetArgs)
-        return source.contextual_feature_names
+        """Features with one id per user, in the order of their tokens."""
+        asked = self.dataset.contextual_feature_names
+        if isinstance(self.dataset, BenchmarkDatasetArgs) or asked is not None:
+            return asked or ()
+        return DATASETS[self.dataset.dataset_name].contextual_feature_names
 
     @property
     def num_contextuals(self) -> int:
@@ -442,12 +247,12 @@ class ExperimentArgs:
     def max_seq_len(self) -> int:
         """Most tokens per user: contextual + 2 * history (1 * without actions) + candidates.
 
-        leave_one_out holds out one event that is a candidate in evaluation, also when training has
-        none.
+        leave_one_out and retrieval hold out an event that is a candidate in evaluation, also when
+        training has none.
         """
         tokens_per_event = 1 if self.action_feature_name is None else 2
         history = tokens_per_event * self.max_history_events
-        held_out = 1 if self.split == "leave_one_out" else 0
+        held_out = 1 if self.split == "leave_one_out" or self.retrieval is not None else 0
         return self.num_contextuals + history + max(self.max_num_candidates, held_out)
 
     @property

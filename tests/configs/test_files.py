@@ -20,6 +20,7 @@ def test_there_are_files() -> None:
         "movielens_ranking.gin",
         "movielens_1m_ranking.gin",
         "movielens_20m_ranking.gin",
+        "movielens_retrieval.gin",
         "benchmark_ranking.gin",
     }
     assert len(LOOK_ALIKES) == 6

@@ -1,0 +1,113 @@
+"""Settings that came with retrieval and the training aids: what they mean, what is refused."""
+
+import pytest
+
+from tests.configs.conftest import Load, Refusal
+
+HEAD = "RankingArgs.prediction_head_arch"
+CANDIDATES = "DatasetArgs.max_num_candidates"
+
+
+@pytest.mark.parametrize(
+    ("lines", "candidates", "tokens"),
+    [
+        ("", True, 5 + 2 * 50 + 5),
+        ("DatasetArgs.use_actions = False", True, 5 + 50 + 5),
+        ("DatasetArgs.contextual_feature_names = []", True, 2 * 50 + 5),
+        ("DatasetArgs.contextual_feature_names = ['zip', 'age']", True, 2 + 2 * 50 + 5),
+        ("", False, 5 + 2 * 50 + 1),
+        ("DatasetArgs.split = 'by_user'", False, 5 + 2 * 50 + 1),
+    ],
+)
+def test_tokens_of_a_retrieval_run(load: Load, lines: str, candidates: bool, tokens: int) -> None:
+    without = (HEAD,) if candidates else (HEAD, CANDIDATES)
+    assert load(lines, without=without, task="retrieval").max_seq_len == tokens
+
+
+def test_parts_of_the_data_can_be_left_out(load: Load) -> None:
+    experiment = load(
+        "DatasetArgs.use_actions = False\nDatasetArgs.contextual_feature_names = ['zip', 'sex']"
+    )
+    assert experiment.action_feature_name is None
+    assert experiment.contextual_feature_names == ("zip", "sex")
+    assert load().action_feature_name == "action" and load().num_contextuals == 5
+
+
+def test_without_contextual_tokens_nothing_can_leak(load: Load) -> None:
+    lines = "DatasetArgs.contextual_feature_names = []"
+    experiment = load(lines, without=(HEAD,), task="retrieval")
+    assert "no contextual features" in experiment.disable_contextual_mask_reason
+    with_all = load(without=(HEAD,), task="retrieval")
+    assert with_all.resolved_disable_contextual_mask is True
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        ("DatasetArgs.contextual_feature_names = ['gender']", ["got 'gender'", "user_id, sex"]),
+        ("DatasetArgs.contextual_feature_names = ['ag']", ["got 'ag'", "did you mean 'age'?"]),
+        ("DatasetArgs.contextual_feature_names = ['age', 'age']", ["each once, got 'age'"]),
+        ("RetrievalArgs.negatives_sampler = 'random'", ["num_negatives must be set", "got None"]),
+        ("RetrievalArgs.negatives_sampler = 'inbatch'", ["got 'inbatch'", "'in_batch'"]),
+        ("RetrievalArgs.num_negatives = 0", ["num_negatives", "got 0"]),
+        (
+            "TrainerArgs.gradient_accumulation_steps = 3",
+            ["must divide train_batch_size = 8", "got 3"],
+        ),
+        (
+            "TrainerArgs.early_stopping_metric = 'mrr'\nTrainerArgs.ckpt_save_interval = 0",
+            ["early_stopping_metric must be None", "ckpt_save_interval"],
+        ),
+        (
+            "TrainerArgs.early_stopping_metric = 'mrr'\nDatasetArgs.train_on_validation = True",
+            ["early_stopping_metric must be None", "train_on_validation"],
+        ),
+        ("TrainerArgs.early_stopping_metric = 'auc'", ["hr@k, ndcg@k, mrr, loss", "got 'auc'"]),
+    ],
+)
+def test_what_cannot_work_is_refused(refusal: Refusal, lines: str, parts: list[str]) -> None:
+    message = refusal(lines, without=(HEAD,), task="retrieval")
+    assert "case.gin:" in message
+    for part in parts:
+        assert part in message
+
+
+def test_a_table_of_an_unused_feature_is_refused(refusal: Refusal) -> None:
+    message = refusal(
+        "table/EmbeddingArgs.feature_names = ['action']\n"
+        "table/EmbeddingArgs.table_name = 'action'\n"
+        "table/EmbeddingArgs.item_vocab_size_or_capacity = 9\n"
+        "DatasetArgs.embedding_args = [@table/EmbeddingArgs()]\n"
+        "DatasetArgs.use_actions = False"
+    )
+    assert "must name features of the data" in message and "'action'" in message
+
+
+@pytest.mark.parametrize(
+    ("lines", "field"),
+    [
+        ("TrainerArgs.early_stopping_patience = 3", "early_stopping_patience"),
+        (
+            "NetworkArgs.use_position_embedding = False\nNetworkArgs.num_position_buckets = 99",
+            "num_position_buckets",
+        ),
+        (
+            "RetrievalArgs.normalize_embeddings = False\nRetrievalArgs.l2_norm_eps = 1e-3",
+            "l2_norm_eps",
+        ),
+    ],
+)
+def test_fields_without_effect_warn(
+    load: Load, caplog: pytest.LogCaptureFixture, lines: str, field: str
+) -> None:
+    load(lines, without=(HEAD,), task="retrieval")
+    assert len(caplog.messages) == 1 and field in caplog.messages[0]
+
+
+def test_one_history_event_predicts_nothing(refusal: Refusal) -> None:
+    message = refusal(
+        "DatasetArgs.max_history_seqlen = 1",
+        without=(HEAD, "DatasetArgs.max_history_seqlen"),
+        task="retrieval",
+    )
+    assert "at least 2 history events" in message and "got 1" in message
