@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,12 +11,12 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from configs.schema import BenchmarkDatasetArgs, DatasetArgs
-from data.batch import SequenceBatch
-from data.dataset import Datasets, EventDataset, EventStore, FeatureFacts, SequenceDataset
-from data.manifest import find_dataset, read_manifest
-from data.splits import FOLDS, SplitRule, make_splits
-from data.synthetic import build_synthetic
+from data.batch import SequenceBatch, with_negatives
+from data.build import build_datasets
+from data.dataset import Datasets, SequenceDataset
+from data.negatives import NegativeDraws
+
+__all__ = ["Datasets", "SequenceLoader", "build_datasets"]
 
 
 class SequenceLoader:
@@ -37,9 +36,12 @@ class SequenceLoader:
         world_size: data-parallel processes (W).
         num_workers: processes that collate ahead; 0 collates in this one.
         pin_memory: return batches in page-locked memory.
+        num_negatives: give each batch so many different ids of the data set's catalogue as its
+            negatives feature. They depend on (seed, epoch, batch number) and the catalogue only:
+            all ranks get the same ones. None gives none.
 
     Raises:
-        ValueError: a size or rank out of range.
+        ValueError: a size or rank out of range, more negatives than items.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SequenceLoader:
         world_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        num_negatives: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
@@ -64,6 +67,9 @@ class SequenceLoader:
         self.rank, self.world_size = rank, world_size
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self._epoch, self._next_batch = 0, 0
+        self.negatives = None
+        if num_negatives is not None:
+            self.negatives = NegativeDraws(dataset.catalogue(), num_negatives, seed=seed)
 
     @property
     def num_samples(self) -> int:
@@ -172,87 +178,16 @@ class _RankBatches(torch.utils.data.Dataset[SequenceBatch]):
         self.dataset = loader.dataset.at_epoch(loader.seed, epoch)
         self.order, self.batch_size = loader._order(epoch), loader.batch_size
         self.rank, self.world_size = loader.rank, loader.world_size
+        self.negatives, self.epoch = loader.negatives, epoch
 
     def __getitem__(self, index: int) -> SequenceBatch:
         begin = (index * self.world_size + self.rank) * self.batch_size
         indices_S = self.order[begin : begin + self.batch_size]
-        return self.dataset.batch(indices_S, batch_size=self.batch_size)
+        batch = self.dataset.batch(indices_S, batch_size=self.batch_size)
+        if self.negatives is None:
+            return batch
+        return with_negatives(batch, self.negatives.draw(self.epoch, index))
 
 
 def _unchanged(batch: SequenceBatch) -> SequenceBatch:
     return batch
-
-
-def build_datasets(
-    args: DatasetArgs | BenchmarkDatasetArgs,
-    *,
-    task: str = "ranking",
-    seed: int = 1234,
-    global_batch_size: int = 1,
-    num_tasks: int = 1,
-    num_classes: int = 2,
-) -> Datasets:
-    """The train, validation and test folds that `args` describes.
-
-    Args:
-        args: a preprocessed data set, or a synthetic one.
-        task: "ranking" or "retrieval"; decides the split where `args` leaves it open.
-        seed: of a synthetic data set.
-        global_batch_size: users a batch over all ranks; sizes a synthetic data set.
-        num_tasks: of a synthetic data set; more than one makes its labels bit masks.
-        num_classes: of a synthetic data set with one task.
-
-    Raises:
-        ValueError: missing or damaged data, or a split that leaves no samples.
-    """
-    if isinstance(args, BenchmarkDatasetArgs):
-        return build_synthetic(
-            args,
-            seed=seed,
-            global_batch_size=global_batch_size,
-            num_tasks=num_tasks,
-            num_classes=num_classes,
-        )
-    folder = find_dataset(args.dataset_name, args.dataset_path)
-    manifest = read_manifest(folder, dataset_name=args.dataset_name)
-    rule = split_rule(args, task=task)
-    store = EventStore(folder, manifest)
-    facts = FeatureFacts(
-        item_feature_name=manifest.item_feature_name,
-        action_feature_name=manifest.action_feature_name,
-        contextual_feature_names=manifest.contextual_feature_names,
-        vocab_sizes=dict(manifest.vocab_sizes),
-        num_classes=manifest.num_classes,
-        label_kind=manifest.label_kind,
-    )
-    folds: dict[str, EventDataset] = {}
-    first_sample_id = 0
-    tables = make_splits(rule, offsets_U1=store.offsets_U1)
-    for fold in FOLDS:
-        described = f"{manifest.files['events'].sha256} {fold} {dataclasses.asdict(rule)}"
-        folds[fold] = EventDataset(
-            store,
-            tables[fold],
-            facts=facts,
-            first_sample_id=first_sample_id,
-            fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
-            rule=rule if fold == "train" and rule.train_windows == "random" else None,
-        )
-        first_sample_id += len(tables[fold])
-    return Datasets(**folds, facts=facts)
-
-
-def split_rule(args: DatasetArgs, *, task: str) -> SplitRule:
-    """The split `args` asks for; None means temporal with candidates, else the task's own."""
-    split = args.split
-    if split is None and args.max_num_candidates > 0:
-        split = "temporal"
-    if split is None:
-        split = "leave_one_out" if task == "retrieval" else "by_user"
-    return SplitRule(
-        split=split,
-        max_history_seqlen=args.max_history_seqlen,
-        max_num_candidates=args.max_num_candidates,
-        train_windows=args.train_windows,
-        train_on_validation=args.train_on_validation,
-    )

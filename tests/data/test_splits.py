@@ -167,7 +167,7 @@ def test_temporal_folds_never_leak(counts, candidates, history, windows, final):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    counts=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(lambda c: max(c) > 12),
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(lambda c: max(c) > 15),
     size=st.integers(1, 7),
     epoch=st.integers(0, 5),
 )
