@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from configs.schema import ExperimentArgs
 from data.batch import SequenceBatch
-from model.ranking import RankingModel
+from model.trunk import SequenceModel
 
 NUM_BUCKETS = 4
 
@@ -36,7 +36,7 @@ class PlainHSTU(nn.Module):
     """Same parameters, same function, plain PyTorch (no dropout, classes only, no bias tables)."""
 
     def __init__(
-        self, experiment: ExperimentArgs, model: RankingModel, sharded_rows: dict[str, Tensor]
+        self, experiment: ExperimentArgs, model: SequenceModel, sharded_rows: dict[str, Tensor]
     ) -> None:
         super().__init__()
         network = experiment.network

@@ -1,6 +1,8 @@
 """From settings to modules: every branch on the configuration is taken here, once."""
 
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,13 +10,17 @@ from torch import nn
 from configs.data_schema import MAX_REPLICATED_ROWS
 from configs.datasets import DATASETS
 from configs.schema import DatasetArgs, EmbeddingArgs, ExperimentArgs, RankingArgs
+from data.batch import negatives_feature
 from data.dataset import FeatureFacts
-from model.ranking import RankingModel, RankingTrunk
+from model.ranking import RankingTrunk
+from model.retrieval import RetrievalTrunk
+from model.trunk import SequenceModel
 from modules.embedding import ReplicatedTables, ShardedTables, TableSpec
 from modules.hstu_config import HSTUConfig
 from modules.hstu_stack import HSTUStack
-from modules.losses import RankingObjective
+from modules.losses import RankingObjective, SampledSoftmax, Similarity
 from modules.mlp import MLP
+from modules.negatives import InBatchNegatives
 from modules.preprocessor import SequencePreprocessor
 
 logger = logging.getLogger(__name__)
@@ -25,13 +31,16 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
+# Scores of targets against negatives that are held at a time: a CPU's cache, or a GPU's work.
+_CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
+
 
 def table_specs(experiment: ExperimentArgs, facts: FeatureFacts) -> list[TableSpec]:
     """The embedding tables of a run.
 
     Features without an EmbeddingArgs of their own get a table as large as their highest id asks
     for: items sharded over the ranks, actions and contextual features of up to 65,536 rows
-    replicated, larger ones sharded.
+    replicated, larger ones sharded. The item table also serves the random negatives, if any.
     """
     network = experiment.network
     specs: list[TableSpec] = []
@@ -52,16 +61,24 @@ def table_specs(experiment: ExperimentArgs, facts: FeatureFacts) -> list[TableSp
             is_sharded = args.sharding_type == "model_parallel"
         is_contextual = feature in facts.contextual_feature_names
         dim = network.contextual_embedding_dim if is_contextual else network.item_embedding_dim
+        served = [name for name in args.feature_names if name in facts.vocab_sizes]
+        if facts.item_feature_name in served and _has_random_negatives(experiment):
+            served.append(negatives_feature(facts.item_feature_name))
         specs.append(
             TableSpec(
                 name=args.table_name,
-                feature_names=args.feature_names,
+                feature_names=tuple(served),
                 num_rows=args.item_vocab_size_or_capacity,
                 dim=network.hidden_size if dim is None else dim,
                 is_sharded=is_sharded,
             )
         )
     return specs
+
+
+def _has_random_negatives(experiment: ExperimentArgs) -> bool:
+    retrieval = experiment.retrieval
+    return retrieval is not None and retrieval.negatives_sampler == "random"
 
 
 def _embedding_args(experiment: ExperimentArgs) -> tuple[EmbeddingArgs, ...]:
@@ -85,48 +102,123 @@ def ranking_objective(experiment: ExperimentArgs, facts: FeatureFacts) -> Rankin
     return RankingObjective(kind=kind, num_outputs=width, positive_from=positive_from)
 
 
-def build_ranking_model(
+def build_model(
     experiment: ExperimentArgs, facts: FeatureFacts, *, device_type: str
-) -> tuple[RankingModel, list[TableSpec]]:
-    """The model to run on "cpu" or "cuda", and all its table specs.
+) -> tuple[SequenceModel, list[TableSpec]]:
+    """The model of the experiment's task to run on "cpu" or "cuda", and all its table specs.
 
     The trunk is on the CPU, where its weights are drawn; sharded tables have no rows yet.
 
     Raises:
         NotImplementedError, ValueError: the kernel backend cannot run here.
     """
-    network, ranking = experiment.network, experiment.ranking
-    assert ranking is not None
     specs = table_specs(experiment, facts)
+    parts = _trunk_parts(experiment, facts, specs, device_type=device_type)
+    if experiment.retrieval is None:
+        trunk = _ranking_trunk(experiment, facts, parts)
+    else:
+        trunk = _retrieval_trunk(experiment, facts, parts, device_type=device_type)
+    return SequenceModel(ShardedTables([s for s in specs if s.is_sharded]), trunk), specs
+
+
+def item_table(specs: Sequence[TableSpec], facts: FeatureFacts) -> TableSpec:
+    """The table that the items are looked up in."""
+    (spec,) = (spec for spec in specs if facts.item_feature_name in spec.feature_names)
+    return spec
+
+
+def _trunk_parts(
+    experiment: ExperimentArgs,
+    facts: FeatureFacts,
+    specs: Sequence[TableSpec],
+    *,
+    device_type: str,
+) -> dict[str, Any]:
+    """Arguments of `Trunk`."""
+    network = experiment.network
     dims = {feature: spec.dim for spec in specs for feature in spec.feature_names}
+    is_retrieval = experiment.retrieval is not None
+    num_positions = network.num_position_buckets
+    if is_retrieval:
+        num_positions = min(num_positions, _trained_positions(experiment, facts))
+    positions = "oldest" if is_retrieval else "newest"
     config = HSTUConfig.from_network(
         network,
         disable_contextual_mask=experiment.resolved_disable_contextual_mask,
         device_type=device_type,
     )
-    trunk = RankingTrunk(
-        replicated=ReplicatedTables(
+    return {
+        "replicated": ReplicatedTables(
             [spec for spec in specs if not spec.is_sharded],
             init_std=network.embedding_init_std,
         ),
-        preprocessor=SequencePreprocessor(
+        "preprocessor": SequencePreprocessor(
             facts,
-            feature_dims=dims,
+            feature_dims={name: dim for name, dim in dims.items() if name in facts.vocab_sizes},
             hidden_size=network.hidden_size,
             max_seq_len=experiment.max_seq_len,
-            num_position_buckets=network.num_position_buckets,
+            num_position_buckets=num_positions,
             scaling_seqlen=experiment.resolved_scaling_seqlen,
             dropout=network.input_dropout,
             dtype=DTYPES[network.dtype_str],
+            positions=positions if network.use_position_embedding else None,
         ),
-        stack=HSTUStack(config, network.num_layers),
-        norm=nn.LayerNorm(network.hidden_size, eps=network.norm_epsilon),
-        head=_head(network.hidden_size, ranking),
+        "stack": HSTUStack(config, network.num_layers),
+        "norm": nn.LayerNorm(network.hidden_size, eps=network.norm_epsilon),
+    }
+
+
+def _trained_positions(experiment: ExperimentArgs, facts: FeatureFacts) -> int:
+    """Rows of a position table that counts from the oldest event: all that training queries.
+
+    The newest event of a full training window predicts nothing, so a row of its own would be
+    random where evaluation asks from there: it shares the row of the event before.
+    """
+    tokens_per_event = 1 if facts.action_feature_name is None else 2
+    num_events = max(1, experiment.max_history_events - 1)
+    return len(facts.contextual_feature_names) + 1 + tokens_per_event * num_events
+
+
+def _ranking_trunk(
+    experiment: ExperimentArgs, facts: FeatureFacts, parts: Mapping[str, Any]
+) -> RankingTrunk:
+    assert experiment.ranking is not None
+    return RankingTrunk(
+        **parts,
+        head=_head(experiment.network.hidden_size, experiment.ranking),
         objective=ranking_objective(experiment, facts),
         supervise_history=experiment.history_loss,
         has_candidates=experiment.max_num_candidates > 0 or experiment.split == "leave_one_out",
     )
-    return RankingModel(ShardedTables([s for s in specs if s.is_sharded]), trunk), specs
+
+
+def _retrieval_trunk(
+    experiment: ExperimentArgs, facts: FeatureFacts, parts: Mapping[str, Any], *, device_type: str
+) -> RetrievalTrunk:
+    retrieval, network = experiment.retrieval, experiment.network
+    assert retrieval is not None
+    in_batch = InBatchNegatives(
+        num_negatives=retrieval.num_negatives,
+        drops_repeats=device_type == "cpu",
+        seed=experiment.trainer.seed,
+    )
+    item_dim = network.item_embedding_dim or network.hidden_size
+    return RetrievalTrunk(
+        **parts,
+        query=nn.Identity()
+        if item_dim == network.hidden_size
+        else nn.Linear(network.hidden_size, item_dim),
+        objective=SampledSoftmax(
+            similarity=Similarity(
+                temperature=retrieval.temperature,
+                is_normalized=retrieval.normalize_embeddings,
+                l2_norm_eps=retrieval.l2_norm_eps,
+            ),
+            max_chunk_elements=_CHUNK_ELEMENTS[device_type],
+        ),
+        negatives=None if _has_random_negatives(experiment) else in_batch,
+        facts=facts,
+    )
 
 
 def _head(hidden_size: int, ranking: RankingArgs) -> nn.Module:

@@ -1,26 +1,19 @@
-"""The HSTU ranking model: embeddings -> token sequence -> HSTU stack -> head on the candidates.
-
-`RankingModel` is split at the embedding output. `tables` holds the sharded tables, whose rows
-update inside backward; `trunk` holds everything else. `training.step` cuts the graph between them.
-"""
+"""The HSTU ranking model: the common trunk with a head on the supervised item tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.fx
 from torch import Tensor, nn
 
 from data.batch import SequenceBatch
-from modules.embedding import ReplicatedTables, ShardedTables, lookup_results
+from model.trunk import Shared, Trunk
+from modules.embedding import ReplicatedTables
 from modules.hstu_stack import HSTUStack
 from modules.losses import RankingObjective
 from modules.mlp import MLP
 from modules.preprocessor import SequencePreprocessor
-from ops.jagged import TokenLayout, take_rows
-
-# TorchRec's pipelines trace the model: this one call must stay whole, it walks over its argument.
-torch.fx.wrap("lookup_results")
+from ops.jagged import TokenLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +35,12 @@ class RankingOutput:
     user_ids_E: Tensor
 
 
-class RankingTrunk(nn.Module):
-    """Everything between the sharded tables' rows and the loss.
+class RankingTrunk(Trunk):
+    """Trunk and head.
 
     Args:
-        replicated: small tables, one copy on every rank.
-        preprocessor, stack, norm, head: the parts in the order they run; norm is applied to the
-            supervised tokens only, in FP32.
+        replicated, preprocessor, stack, norm: see `Trunk`.
+        head: logits from the normalised rows of the supervised tokens.
         objective: meaning of the labels.
         supervise_history: also train on every history item (history_loss).
         has_candidates: the held-out folds have candidates, which alone are scored there.
@@ -66,30 +58,36 @@ class RankingTrunk(nn.Module):
         supervise_history: bool,
         has_candidates: bool,
     ) -> None:
-        super().__init__()
-        self.replicated = replicated
-        self.preprocessor = preprocessor
-        self.stack = stack
-        self.norm = norm
+        super().__init__(replicated=replicated, preprocessor=preprocessor, stack=stack, norm=norm)
         self.head = head
         self.objective = objective
         self._supervise_history = supervise_history
         self._has_candidates = has_candidates
 
-    def forward(self, batch: SequenceBatch, embeddings: Mapping[str, Tensor]) -> RankingOutput:
-        """Loss and logits of the supervised events.
+    def num_labels(self, batch: SequenceBatch) -> Tensor:
+        """See `Trunk.num_labels`."""
+        num_events = batch.num_candidates_B.sum()
+        if self._supervise_history:
+            num_events = torch.full_like(num_events, batch.labels_E.shape[0])
+        return num_events * self.objective.num_scores
+
+    def shared(self, batch: SequenceBatch, embeddings: Mapping[str, Tensor]) -> None:
+        """None: ranking shares nothing between the parts of a step."""
+
+    def forward(
+        self,
+        batch: SequenceBatch,
+        embeddings: Mapping[str, Tensor],
+        shared: Shared | None = None,
+    ) -> RankingOutput:
+        """Loss and logits of the supervised events; arguments as in `Trunk.forward`.
 
         Training supervises candidates, and history items too under history_loss. Evaluation
         scores the candidates alone wherever the data set has candidates.
-
-        Args:
-            embeddings: feature -> rows of the sharded tables, in batch order.
         """
-        rows = dict(embeddings) | self.replicated(batch.features)
-        sequence, layout = self.preprocessor(batch, rows)
-        encoded_TD = self.stack(sequence).values_TD
-        events_E, tokens_E = self._supervised(layout)
-        logits_EK = self.head(self.norm(take_rows(encoded_TD, tokens_E).float()))
+        encoded = self.encode(batch, embeddings)
+        events_E, tokens_E = self._supervised(encoded.layout)
+        logits_EK = self.head(self.normed(encoded, tokens_E))
         labels_E = batch.labels_E.index_select(0, events_E)
         loss_sum, num_labels = self.objective.loss_sum(logits_EK, labels_E)
         return RankingOutput(
@@ -97,7 +95,7 @@ class RankingTrunk(nn.Module):
             num_labels=num_labels,
             logits_EK=logits_EK,
             labels_E=labels_E,
-            user_ids_E=self._users(batch, layout).index_select(0, events_E),
+            user_ids_E=self._users(batch, encoded.layout).index_select(0, events_E),
         )
 
     def _supervised(self, layout: TokenLayout) -> tuple[Tensor, Tensor]:
@@ -114,16 +112,3 @@ class RankingTrunk(nn.Module):
         return torch.repeat_interleave(
             batch.user_ids_B, lengths_B, output_size=layout.num_item_rows
         )
-
-
-class RankingModel(nn.Module):
-    """Sharded tables and trunk; `forward` is both in one go, for evaluation and for tracing."""
-
-    def __init__(self, tables: ShardedTables, trunk: RankingTrunk) -> None:
-        super().__init__()
-        self.tables = tables
-        self.trunk = trunk
-
-    def forward(self, batch: SequenceBatch) -> RankingOutput:
-        """See `RankingTrunk.forward`."""
-        return self.trunk(batch, lookup_results(self.tables(batch.features)))

@@ -99,9 +99,20 @@ class ReplicatedTables(nn.Module):
             nn.init.normal_(table.weight, std=self._init_std)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
-        """Feature -> (ids, dim) rows, for the features these tables serve."""
+        """Feature -> (ids, dim) rows, for the features these tables serve and the batch has."""
+        present = features.keys()
         return {
             feature: self.tables[spec.module_name](features[feature].values())
             for spec in self.specs
             for feature in spec.feature_names
+            if feature in present
         }
+
+    def serves(self, feature: str) -> bool:
+        """Whether one of these tables has the rows of a feature."""
+        return any(feature in spec.feature_names for spec in self.specs)
+
+    def weight(self, feature: str) -> Tensor:
+        """(rows, dim), the whole table that serves a feature."""
+        (spec,) = (spec for spec in self.specs if feature in spec.feature_names)
+        return self.tables[spec.module_name].weight

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from modules.gather import gather_ragged
+
 
 def grouped_auc(scores_E: Tensor, targets_E: Tensor, groups_E: Tensor) -> float:
     """Unweighted mean over groups of each group's AUC (GAUC); ties count one half.
@@ -126,9 +128,11 @@ class RankingMetrics:
     def compute(self) -> dict[str, float]:
         """Figures over all ranks' events, the same on each rank; the collected events are dropped.
 
-        Keys: ``num_events``, ``auc``, ``gauc``, ``ne``, ``logloss``; with several tasks these are
-        means over the tasks that have them, and ``auc_task0``... follow; ``auc_multiclass`` (macro,
-        one against the rest) where the head has classes.
+        Keys: ``num_events``, ``auc``, ``gauc``, ``ne``, ``logloss``, ``accuracy``; with several
+        tasks these are means over the tasks that have them, and ``auc_task0``... follow;
+        ``auc_multiclass`` (macro, one against the rest) where the head has classes. A prediction
+        is right where the likeliest class is the label (the first of equally likely ones), or,
+        without classes, where probability >= .5 says what the binary target says.
         """
         rows = self._gather()
         self._rows = []
@@ -138,7 +142,7 @@ class RankingMetrics:
         users_E, labels_E = rows[:, 2 * num_scores].long(), rows[:, 2 * num_scores + 1].long()
         figures: dict[str, float] = {"num_events": len(rows)}
         if not len(rows):
-            return figures | dict.fromkeys(("auc", "gauc", "ne", "logloss"), math.nan)
+            return figures | dict.fromkeys(("auc", "gauc", "ne", "logloss", "accuracy"), math.nan)
         tasks = [
             _task_figures(scores_EK[:, task], targets_EK[:, task], users_E)
             for task in range(num_scores)
@@ -150,28 +154,16 @@ class RankingMetrics:
                 figures |= {f"{name}_task{index}": value for name, value in task_figures.items()}
         if self._num_classes is not None and rows.shape[1] > 2 * num_scores + 2:
             probabilities = rows[:, 2 * num_scores + 2 :]
+            figures["accuracy"] = _mean(probabilities.argmax(dim=-1) == labels_E)
             figures["auc_multiclass"] = multiclass_auc(probabilities, labels_E)
         return figures
 
     def _gather(self) -> Tensor:
         width = 2 * self._num_scores + 2 + (self._num_classes or 0)
-        device = self._rows[0].device if self._rows else torch.device("cpu")
         local = torch.cat(self._rows) if self._rows else torch.zeros(0, width).double()
-        if self._group is None or dist.get_world_size(self._group) == 1:
+        if self._group is None:
             return local.cpu()
-        world_size = dist.get_world_size(self._group)
-        counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-        dist.all_gather(
-            counts, torch.tensor([len(local)], device=device, dtype=torch.int64), self._group
-        )
-        longest = max(int(count) for count in counts)
-        padded = torch.zeros(longest, width, dtype=torch.float64, device=device)
-        padded[: len(local)] = local
-        parts = [torch.empty_like(padded) for _ in range(world_size)]
-        dist.all_gather(parts, padded, self._group)
-        return torch.cat(
-            [part[: int(count)] for part, count in zip(parts, counts, strict=True)]
-        ).cpu()
+        return gather_ragged(local, group=self._group)[0].cpu()
 
 
 def _task_figures(scores_E: Tensor, targets_E: Tensor, users_E: Tensor) -> dict[str, float]:
@@ -180,4 +172,9 @@ def _task_figures(scores_E: Tensor, targets_E: Tensor, users_E: Tensor) -> dict[
         "gauc": grouped_auc(scores_E, targets_E, users_E),
         "ne": normalized_entropy(scores_E, targets_E),
         "logloss": log_loss(scores_E, targets_E),
+        "accuracy": _mean((scores_E >= 0.5).long() == targets_E),
     }
+
+
+def _mean(is_right_E: Tensor) -> float:
+    return float(is_right_E.double().mean())

@@ -5,6 +5,7 @@ contextual ... | item 0, action 0, item 1, action 1, ...      | candidate items 
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ class SequencePreprocessor(nn.Module):
             batch, which makes a user's output depend on its batch mates.
         dropout: probability of zeroing an element of a token.
         dtype: of the tokens.
+        positions: learned position rows (`PositionEmbedding.counting_from`); None adds none.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class SequencePreprocessor(nn.Module):
         scaling_seqlen: float | None,
         dropout: float,
         dtype: torch.dtype,
+        positions: Literal["newest", "oldest"] | None = "newest",
     ) -> None:
         super().__init__()
         self._facts = facts
@@ -55,11 +58,15 @@ class SequencePreprocessor(nn.Module):
                 if dim != hidden_size
             }
         )
-        self.position = PositionEmbedding(
-            min(num_position_buckets, max_seq_len + 1),
-            hidden_size,
-            max_num_contextuals=len(facts.contextual_feature_names),
-        )
+        self.position: nn.Module = nn.Identity()
+        if positions is not None:
+            self.position = PositionEmbedding(
+                min(num_position_buckets, max_seq_len + 1),
+                hidden_size,
+                max_num_contextuals=len(facts.contextual_feature_names),
+                counting_from=positions,
+                tokens_per_event=1 if facts.action_feature_name is None else 2,
+            )
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -78,7 +85,7 @@ class SequencePreprocessor(nn.Module):
                 f"a user of the batch has {batch.max_length} tokens, but max_seq_len is "
                 f"{self._max_seq_len}; raise DatasetArgs.max_history_seqlen"
             )
-        rows = {feature: self._project(feature, row) for feature, row in embeddings.items()}
+        rows = {name: self._project(name, embeddings[name]) for name in self._features()}
         layout = self._layout(batch)
         tokens_TD = interleave_rows(
             layout,
@@ -98,6 +105,12 @@ class SequencePreprocessor(nn.Module):
         )
         tokens_TD = self.dropout(self.position(sequence).values_TD)
         return sequence.with_values(tokens_TD.to(self._dtype)), layout
+
+    def _features(self) -> list[str]:
+        """Features that have tokens; others, such as negatives, may be looked up beside them."""
+        facts = self._facts
+        action = [] if facts.action_feature_name is None else [facts.action_feature_name]
+        return [facts.item_feature_name, *action, *facts.contextual_feature_names]
 
     def _project(self, feature: str, rows: Tensor) -> Tensor:
         name = f"feature_{feature}"
@@ -119,9 +132,7 @@ class SequencePreprocessor(nn.Module):
             num_contextuals_B=lengths_KB[contextual_rows].sum(dim=0) if contextual else None,
             num_contextual_rows=sum(num_rows[name] for name in contextual),
             has_actions=has_actions,
-            num_candidate_rows=(
-                num_item_rows - num_rows[facts.action_feature_name] if has_actions else None
-            ),
+            num_candidate_rows=int(batch.host_candidates_B.sum()),
         )
 
     def _action_rows(self, rows: Mapping[str, Tensor]) -> Tensor | None:

@@ -10,8 +10,11 @@ import torch
 
 from configs.schema import DatasetArgs, EmbeddingArgs, ExperimentArgs, RankingArgs
 from data.dataset import FeatureFacts
-from model.build import build_ranking_model, ranking_objective, table_specs
-from tests.support.experiments import synthetic_experiment
+from model.build import build_model, item_table, ranking_objective, table_specs
+from model.ranking import RankingTrunk
+from model.retrieval import RetrievalTrunk
+from model.trunk import SequenceModel
+from tests.support.experiments import retrieval_experiment, synthetic_experiment
 
 FACTS = FeatureFacts(
     item_feature_name="item_id",
@@ -26,6 +29,15 @@ FACTS = FeatureFacts(
         "occupation": 21,
         "zip": 795,
     },
+    num_classes=5,
+    label_kind="classes",
+)
+
+SYNTHETIC = FeatureFacts(
+    item_feature_name="item",
+    action_feature_name="action",
+    contextual_feature_names=("user_id", "age"),
+    vocab_sizes={"item": 60, "action": 5, "user_id": 40, "age": 4},
     num_classes=5,
     label_kind="classes",
 )
@@ -55,7 +67,7 @@ def test_widths_of_items_and_contextuals_are_free(experiment: ExperimentArgs) ->
     specs = {spec.name: spec.dim for spec in table_specs(experiment, FACTS)}
     assert specs["item_id"] == specs["action"] == 12
     assert specs["zip"] == 6
-    model, _ = build_ranking_model(experiment, FACTS, device_type="cpu")
+    model, _ = build_model(experiment, FACTS, device_type="cpu")
     projections = model.trunk.preprocessor.projections
     assert set(projections) == {f"feature_{name}" for name in FACTS.vocab_sizes}
 
@@ -74,6 +86,57 @@ def test_given_tables_replace_the_default_ones(experiment: ExperimentArgs) -> No
     assert by_name["places"].is_sharded
     assert "age" not in by_name
     assert [spec.name for spec in specs].count("places") == 1
+
+
+def test_a_shared_table_serves_only_the_features_in_use(experiment: ExperimentArgs) -> None:
+    table = EmbeddingArgs(
+        feature_names=("age", "zip"), table_name="places", item_vocab_size_or_capacity=900
+    )
+    facts = dataclasses.replace(
+        FACTS,
+        contextual_feature_names=("age",),
+        vocab_sizes={"item_id": 1683, "action": 5, "age": 74},
+    )
+    specs = table_specs(changed(experiment, "dataset", embedding_args=(table,)), facts)
+    assert [spec.feature_names for spec in specs] == [("item_id",), ("action",), ("age",)]
+
+
+def test_parameter_names_of_ranking_are_those_of_its_checkpoints(tmp_path: Path) -> None:
+    """Names a run from before retrieval has in its checkpoints; an optimizer keeps them, too."""
+    model, _ = build_model(synthetic_experiment(str(tmp_path)), SYNTHETIC, device_type="cpu")
+    names = [name for name, _ in model.named_parameters() if ".layers.1." not in name]
+    layer = "trunk.stack.layers.0"
+    assert names == [
+        "tables.collections.0.embeddings.table_item.weight",
+        *(f"trunk.replicated.tables.table_{n}.weight" for n in ("action", "user_id", "age")),
+        "trunk.preprocessor.position.weight",
+        *(f"{layer}.input.norm.{n}" for n in ("weight", "bias")),
+        *(f"{layer}.input.uvqk.{n}" for n in ("weight", "bias")),
+        *(f"{layer}.output.norm.{n}" for n in ("weight", "bias")),
+        *(f"{layer}.output.proj.{n}" for n in ("weight", "bias")),
+        *(f"trunk.norm.{n}" for n in ("weight", "bias")),
+        *(f"trunk.head.layers.{i}.{n}" for i in (0, 3) for n in ("weight", "bias")),
+    ]
+
+
+def test_the_task_decides_the_model(tmp_path: Path) -> None:
+    for make, trunk_type in (
+        (synthetic_experiment, RankingTrunk),
+        (retrieval_experiment, RetrievalTrunk),
+    ):
+        model, specs = build_model(make(str(tmp_path)), SYNTHETIC, device_type="cpu")
+        assert type(model) is SequenceModel and type(model.trunk) is trunk_type
+        assert item_table(specs, SYNTHETIC).name == "item"
+
+
+def test_a_gpu_keeps_repeated_negatives_and_larger_chunks(tmp_path: Path) -> None:
+    experiment = retrieval_experiment(str(tmp_path), network={"kernel_backend": "pytorch"})
+    chunks = []
+    for device_type in ("cpu", "cuda"):
+        trunk = build_model(experiment, SYNTHETIC, device_type=device_type)[0].trunk
+        assert trunk._negatives.drops_repeats == (device_type == "cpu")
+        chunks.append(trunk.objective.max_chunk_elements)
+    assert chunks[0] < chunks[1]
 
 
 def test_five_classes_are_positive_from_rating_four(experiment: ExperimentArgs) -> None:

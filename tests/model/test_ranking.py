@@ -12,7 +12,7 @@ import torch
 from configs.schema import ExperimentArgs
 from data.batch import PackedSamples, SequenceBatch, collate
 from data.loader import build_datasets
-from model.build import build_ranking_model
+from model.build import build_model
 from model.ranking import RankingOutput, RankingTrunk
 from tests.support.experiments import synthetic_experiment
 from training.sharding import initialize_dense
@@ -48,7 +48,7 @@ def make_batch(**changes: Any) -> SequenceBatch:
 def build(experiment: ExperimentArgs) -> tuple[RankingTrunk, torch.nn.Embedding]:
     """The trunk with drawn weights, and a stand-in for the sharded item table."""
     facts = build_datasets(experiment.dataset, num_classes=5).facts
-    model, _ = build_ranking_model(experiment, facts, device_type="cpu")
+    model, _ = build_model(experiment, facts, device_type="cpu")
     initialize_dense(model.trunk, seed=1)
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -201,3 +201,22 @@ def test_bfloat16_stays_close_to_float32(experiment: ExperimentArgs) -> None:
     assert rounded.dtype == torch.float32
     assert not torch.equal(exact, rounded)
     assert (exact - rounded).abs().max() < 0.05 * exact.abs().max()
+
+
+@pytest.mark.parametrize("num_tasks", [1, 2])
+@pytest.mark.parametrize("with_history", [True, False])
+def test_labels_are_counted_without_a_forward(
+    tmp_path: Any, num_tasks: int, with_history: bool
+) -> None:
+    """Of this rank's training loss, whatever the mode of the model."""
+    ranking = {"prediction_head_arch": (8, 5 if num_tasks == 1 else 2), "num_tasks": num_tasks}
+    experiment = synthetic_experiment(str(tmp_path), ranking=ranking)
+    if with_history:
+        experiment = with_history_loss(experiment)
+    trunk, items = build(experiment)
+    for batch in (make_batch(), make_batch(num_candidates_S=np.array([1, 2, 0]),
+                                           history_lengths_S=np.array([6, 6, 4]))):  # fmt: skip
+        expected = run(trunk.train(), items, batch).num_labels
+        assert torch.equal(trunk.num_labels(batch), expected)
+        assert torch.equal(trunk.eval().num_labels(batch), expected)
+    assert trunk.shared(batch, {}) is None

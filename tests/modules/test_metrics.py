@@ -205,3 +205,32 @@ def test_a_task_with_one_kind_of_label_is_left_out_of_the_mean() -> None:
     figures = metrics.compute()
     assert math.isnan(figures["auc_task1"])
     assert figures["auc"] == figures["auc_task0"]
+
+
+def test_accuracy_is_the_share_of_labels_that_are_the_likeliest_class() -> None:
+    probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.4, 0.2]]).double()
+    metrics = RankingMetrics(num_scores=1, num_classes=3)
+    for event, label in enumerate([0, 1, 0]):  # right, wrong, the first of equals
+        row = slice(event, event + 1)
+        metrics.update(
+            scores_EK=probabilities[row, 1:].sum(dim=1, keepdim=True),
+            targets_EK=torch.tensor([[int(label >= 1)]]),
+            user_ids_E=torch.tensor([event]),
+            labels_E=torch.tensor([label]),
+            class_probabilities_EC=probabilities[row],
+        )
+    assert metrics.compute()["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_accuracy_without_classes_splits_at_one_half_and_is_given_for_each_task() -> None:
+    metrics = RankingMetrics(num_scores=2)
+    metrics.update(
+        scores_EK=torch.tensor([[0.5, 0.9], [0.49, 0.1], [0.2, 0.6], [0.8, 0.2]]).double(),
+        targets_EK=torch.tensor([[1, 0], [0, 1], [1, 1], [1, 0]]),
+        user_ids_E=torch.arange(4),
+        labels_E=torch.tensor([1, 2, 3, 1]),
+    )
+    figures = metrics.compute()
+    assert figures["accuracy_task0"] == 0.75
+    assert figures["accuracy_task1"] == 0.5
+    assert figures["accuracy"] == 0.625

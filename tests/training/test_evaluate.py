@@ -20,7 +20,6 @@ from tests.support.experiments import (
 )
 from tests.support.two_ranks import TwoRanks
 from training.distributed import World
-from training.evaluate import evaluate
 from training.trainer import Trainer
 
 
@@ -46,11 +45,7 @@ def _figures(
     """Figures of the first `count` test users at `batch_size` a rank, for each pair of `sizes`."""
     trainer = Trainer(one_event_a_user(folder), world=cpu_world(rank, world_size))
     return [
-        evaluate(
-            trainer.model.module,
-            first_users(trainer, count=count, batch_size=batch_size),
-            world=trainer.world,
-        )
+        trainer.evaluator(first_users(trainer, count=count, batch_size=batch_size))
         for count, batch_size in sizes
     ]
 
@@ -102,7 +97,7 @@ def test_auc_and_count_do_not_depend_on_the_number_of_ranks(
     found = _figures(0, 1, run_folder, sizes)
     found += sum(two_ranks.run(_figures, run_folder, sizes), [])
     shares = [_share(trainer, rank, 3, count=count, batch_size=batch_size) for rank in range(3)]
-    found.append(evaluate(trainer.model.module, Given(sum(shares, [])), world=world))
+    found.append(trainer.evaluator(Given(sum(shares, []))))
     assert len(found) == 4
     for figures in found:
         assert figures["num_events"] == count
@@ -125,7 +120,7 @@ def _given(
 ) -> dict[str, float]:
     trainer = Trainer(synthetic_experiment(folder), world=cpu_world(rank, world_size))
     batch = batch_of(shares[rank], batch_size=4, first_user=sum(map(len, shares[:rank])))
-    return evaluate(trainer.model.module, Given([batch]), world=trainer.world)
+    return trainer.evaluator(Given([batch]))
 
 
 @pytest.mark.parametrize(
