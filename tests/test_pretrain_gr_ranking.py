@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import PROJECT_ROOT, CommandResult, run_command
+from tests.support.commands import (
+    PROJECT_ROOT,
+    CommandResult,
+    bindings,
+    metric_records,
+    run_command,
+    start_entry,
+)
 from tests.support.experiments import write_movielens
 
 ENTRY = "pretrain_gr_ranking.py"
@@ -21,23 +28,10 @@ SMALL = {
 }
 
 
-def bindings(values: dict[str, Any]) -> list[str]:
-    return [f"--gin-binding={name} = {value!r}" for name, value in values.items()]
-
-
 def start(
     config: str, values: dict[str, Any], *, processes: int | None = None, script: str = ENTRY
 ) -> CommandResult:
-    """Plain python, or torchrun when a number of processes is given."""
-    launcher = [sys.executable]
-    if processes is not None:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*launcher, script, "--gin-config-file", config, *bindings(values)]
-    return run_command(command, timeout_seconds=150)
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return start_entry(script, config, values, processes=processes)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CommandResult]:
 
 def test_plain_python_trains_and_prints_the_test_metrics(run: tuple[Path, CommandResult]) -> None:
     folder, result = run
-    losses = [record["loss"] for record in records(folder) if record["split"] == "train"]
+    losses = [record["loss"] for record in metric_records(folder) if record["split"] == "train"]
     assert len(losses) == 20
     assert sum(losses[-5:]) < sum(losses[:5])
     printed = json.loads(result.stdout.splitlines()[-1])
@@ -72,7 +66,9 @@ def test_a_fresh_process_scores_a_checkpoint_as_training_did(
     result = run_command([*command, "--evaluate", str(checkpoint)], timeout_seconds=150)
     assert result.returncode == 0, result.stderr
     printed = {(line := json.loads(text))["split"]: line for text in result.stdout.splitlines()}
-    logged = {r["split"]: r for r in records(folder) if r["step"] == 20 and r["split"] != "train"}
+    logged = {
+        r["split"]: r for r in metric_records(folder) if r["step"] == 20 and r["split"] != "train"
+    }
     assert set(printed) == set(logged) == {"validation", "test"}
     for split, figures in logged.items():
         del figures["step"], figures["split"], printed[split]["split"], printed[split]["run"]
@@ -96,9 +92,9 @@ def test_two_processes_run_to_the_end(tmp_path: Path) -> None:
     result = start("benchmark_ranking.gin", values, processes=2)
     assert result.returncode == 0, result.stderr
     assert result.processes_left == 0
-    steps = [record["step"] for record in records(folder) if record["split"] == "train"]
+    steps = [record["step"] for record in metric_records(folder) if record["split"] == "train"]
     assert steps == list(range(1, 21))
-    losses = [record["loss"] for record in records(folder) if record["split"] == "train"]
+    losses = [record["loss"] for record in metric_records(folder) if record["split"] == "train"]
     assert sum(losses[-5:]) < sum(losses[:5])
     assert result.stderr.count("step 20/20 test") == 1, "only rank 0 speaks"
 

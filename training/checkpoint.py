@@ -4,6 +4,7 @@
         *.distcp, .metadata     torch.distributed.checkpoint: weights, optimizers, RNG streams
         operative_config.gin    the settings of the run that wrote it
         state.json              format version, step, data position, versions, sizes of the files
+    checkpoints/best            with early stopping: a link to the best one so far
 
 A checkpoint is written beside its place under a temporary name and renamed when it is complete.
 state.json comes last and lists the other files: what is cut or missing later is noticed.
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 CONFIG_NAME = "operative_config.gin"
+BEST_NAME = "best"
 _STATE_NAME = "state.json"
 
 
@@ -57,6 +59,17 @@ def latest_checkpoint(folder: Path, *, run: Path | None = None) -> Path | None:
 def _checkpoints(folder: Path) -> list[Path]:
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the folder of the checkpoint after so many steps."""
+    return f"step-{step:08d}"
+
+
+def best_of(state: Mapping[str, Any]) -> str | None:
+    """Name of the best checkpoint at the time a state was saved; None without early stopping."""
+    step = (state.get("early_stopping") or {}).get("best_step")
+    return None if step is None else checkpoint_name(step)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -96,7 +109,8 @@ class Checkpointer:
         model, optimizer: what is saved.
         description: further host-side facts for state.json (run folder, data sets, optimizers).
         operative_config: text of the run's settings, kept in every checkpoint.
-        keep_last: number of newest checkpoints that stay, None for all.
+        keep_last: number of newest checkpoints that stay, None for all. The best ones that they
+            name stay beside them.
     """
 
     def __init__(
@@ -116,19 +130,28 @@ class Checkpointer:
         self._operative_config = operative_config
         self._keep_last = keep_last
 
-    def save(self, folder: Path, step: int, *, run: Path, data_state: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        *,
+        run: Path,
+        data_state: Mapping[str, Any],
+        early_stopping: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Writes ``folder/step-N`` and drops the oldest ones there; collective.
 
         Raises:
             CheckpointError: it could not be written, the same on every rank.
         """
-        final = folder / f"step-{step:08d}"
+        final = folder / checkpoint_name(step)
         aside = folder / f".writing-{final.name}"
         state = {
             "format_version": FORMAT_VERSION,
             "step": step,
             "run": str(run.resolve()),
             "data": dict(data_state),
+            "early_stopping": early_stopping,
             "world_size": self._world.world_size,
             "device_type": self._world.device.type,
             "torch_version": torch.__version__,
@@ -176,11 +199,22 @@ class Checkpointer:
             final.rename(replaced)
         aside.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
+        _link_best(final.parent, best_of(state))
         if self._keep_last is not None:
-            own = [p for p in _checkpoints(final.parent) if p != final and _run(p) == state["run"]]
-            for old in own[: max(0, len(own) - self._keep_last + 1)]:
-                shutil.rmtree(old, ignore_errors=True)
+            self._prune(final, state)
         logger.info("saved %s", final)
+
+    def _prune(self, final: Path, state: Mapping[str, Any]) -> None:
+        """Drops the run's older checkpoints, but never one that a kept one calls the best: should
+        the newest be damaged, the one before it is still whole."""
+        assert self._keep_last is not None
+        states = {path: _state_of_run(path, state["run"]) for path in _checkpoints(final.parent)}
+        own = [path for path, found in states.items() if path != final and found is not None]
+        old = own[: max(0, len(own) - self._keep_last + 1)]
+        best = {best_of(found) for path, found in states.items() if path not in old and found}
+        for path in old:
+            if path.name not in best:
+                shutil.rmtree(path, ignore_errors=True)
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
         """Restores weights, optimizers and this rank's RNG stream; returns the host-side state.
@@ -230,12 +264,42 @@ def load_weights(model: DistributedModelParallel, checkpoint: Path) -> None:
     _load({"model": model.state_dict()}, checkpoint)
 
 
-def _run(checkpoint: Path) -> str | None:
-    """The run folder a checkpoint belongs to, None for one that is damaged."""
+def adopt(checkpoint: Path, folder: Path, *, run: Path) -> None:
+    """Copies a checkpoint into ``folder`` as one of another run, published whole.
+
+    Raises:
+        ValueError: it is not complete. OSError: it could not be written.
+    """
+    state = read_state(checkpoint) | {"run": str(run.resolve())}
+    aside = folder / f".writing-{checkpoint.name}"
+    _prepare(folder, aside)
+    shutil.copytree(checkpoint, aside, dirs_exist_ok=True)
+    (aside / _STATE_NAME).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    aside.rename(folder / checkpoint.name)
+    _link_best(folder, best_of(state))
+
+
+def _link_best(folder: Path, name: str | None) -> None:
+    """Points ``folder/best`` at a checkpoint beside it; where there are no links, goes without."""
+    link, aside = folder / BEST_NAME, folder / f".writing-{BEST_NAME}"
     try:
-        return str(read_state(checkpoint)["run"])
+        if name is not None:
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(name)
+            aside.replace(link)
+        elif link.is_symlink():
+            link.unlink()
+    except OSError as error:
+        logger.warning("%s cannot be made a link to %s (%s)", link, name, error)
+
+
+def _state_of_run(checkpoint: Path, run: str) -> dict[str, Any] | None:
+    """The state of a checkpoint of a run folder, None for one that is damaged or another's."""
+    try:
+        state = read_state(checkpoint)
     except ValueError:
         return None
+    return state if state["run"] == run else None
 
 
 def _prepare(folder: Path, aside: Path) -> None:

@@ -144,3 +144,10 @@ def gather_rows(row: Tensor) -> Tensor:
     rows = row.new_empty(world_size * row.numel())
     dist.all_gather_into_tensor(rows, row)
     return rows.view(world_size, -1)
+
+
+def from_main(value: float, *, world: World) -> float:
+    """Rank 0's value on every rank; collective."""
+    sent = torch.tensor(value, dtype=torch.float64, device=world.device)
+    dist.broadcast(sent, src=0)
+    return float(sent)

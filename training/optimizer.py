@@ -19,7 +19,7 @@ from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from configs.schema import OptimizerArgs
-from model.ranking import RankingTrunk
+from model.trunk import Trunk
 from modules.embedding import ShardedTables
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class RunOptimizer:
     ) -> None:
         self._args = args
         self._num_steps = num_steps
-        self._trunk: RankingTrunk = model.module.trunk
+        self._trunk: Trunk = model.module.trunk
         self.dense = dense_optimizer(self._trunk, args)
         self.tables = model.fused_optimizer
         self.table_kernels = _table_kernels(model.module.tables)
@@ -151,7 +151,7 @@ def _table_learning_rate(args: OptimizerArgs) -> float:
     return args.learning_rate if rate is None else rate
 
 
-def dense_optimizer(trunk: RankingTrunk, args: OptimizerArgs) -> torch.optim.Optimizer:
+def dense_optimizer(trunk: Trunk, args: OptimizerArgs) -> torch.optim.Optimizer:
     """Matrices decay by weight_decay, replicated tables by their own, vectors not at all."""
     table_decay = args.replicated_weight_decay
     decays = {

@@ -67,8 +67,11 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
 
 
 def _without_start(experiment: ExperimentArgs) -> ExperimentArgs:
-    """The experiment without what it would have started from: evaluation names its weights."""
-    trainer = dataclasses.replace(experiment.trainer, resume=None, ckpt_load_dir=None)
+    """The experiment without what it would have started from, and what only training needs:
+    evaluation names its weights."""
+    trainer = dataclasses.replace(
+        experiment.trainer, resume=None, ckpt_load_dir=None, early_stopping_metric=None
+    )
     return dataclasses.replace(experiment, trainer=trainer)
 
 
@@ -80,9 +83,11 @@ def _tell(
         return
     from training.telemetry import to_json
 
-    assert experiment.ranking is not None
-    names = experiment.ranking.eval_metrics
-    shown = "  ".join(f"{name} {figures.get(name.lower(), math.nan):.4f}" for name in names)
+    task = experiment.ranking or experiment.retrieval
+    assert task is not None
+    shown = "  ".join(
+        f"{name} {figures.get(name.lower(), math.nan):.4f}" for name in task.eval_metrics
+    )
     logger.info("%s: %s  (%s)", split, shown, run)
     sys.stdout.write(to_json({"split": split, "run": run, **figures}) + "\n")
     sys.stdout.flush()

@@ -18,6 +18,8 @@ _FREE = {
     "input_dropout",
     "prediction_head_dropout",
     "eval_metrics",
+    "num_negatives",
+    "negatives_sampler",
 }
 
 
@@ -72,6 +74,12 @@ def _model_settings(experiment: ExperimentArgs) -> dict[str, object]:
     owner = type(dataset).__name__
     for name in ("dataset_name", "like_threshold", "max_num_candidates", "embedding_args"):
         settings[f"{owner}.{name}"] = getattr(dataset, name, None)
+    # What they come to, so that all contextual features and None are the same.
+    settings[f"{owner}.contextual_feature_names"] = list(experiment.contextual_feature_names)
+    if isinstance(dataset, BenchmarkDatasetArgs):
+        settings[f"{owner}.action_feature_name"] = experiment.action_feature_name
+    else:
+        settings[f"{owner}.use_actions"] = dataset.use_actions
     settings[f"{owner} (max_seq_len in tokens)"] = experiment.max_seq_len
     settings["NetworkArgs.disable_contextual_mask (resolved)"] = (
         experiment.resolved_disable_contextual_mask

@@ -49,7 +49,6 @@ def check_built(experiment: ExperimentArgs) -> None:
     precision, parallel = experiment.precision, experiment.parallel
     tables = dataset.embedding_args or ()
     dynamic = [table.table_name for table in tables if isinstance(table, DynamicEmbeddingArgs)]
-    name = getattr(dataset, "dataset_name", "")
     refusals = {
         f"MixedPrecisionArgs.mixed_precision_dtype = {precision.mixed_precision_dtype!r}": (
             precision.mixed_precision_dtype is not None,
@@ -62,18 +61,10 @@ def check_built(experiment: ExperimentArgs) -> None:
             trainer.pipeline_type == "prefetch",
             "'native'",
         ),
-        f"TrainerArgs.early_stopping_metric = {trainer.early_stopping_metric!r}": (
-            trainer.early_stopping_metric is not None,
-            "None",
-        ),
         "NetworkArgs.recompute_input_silu = True": (network.recompute_input_silu, "False"),
         f"DynamicEmbeddingArgs for table {', '.join(dynamic)}": (
             bool(dynamic),
             "EmbeddingArgs with the same feature_names, table_name and item_vocab_size_or_capacity",
-        ),
-        f"DatasetArgs.dataset_name = {name!r}": (
-            name.startswith("kuairand"),
-            "'ml-100k', 'ml-1m' or 'ml-20m'",
         ),
     }
     for binding, (is_asked, runs) in refusals.items():

@@ -10,6 +10,11 @@ backward starts. The graph is therefore cut at the embedding output:
 
 A step whose flag is down changes nothing: no row, no parameter, no optimizer state.
 Pipelines decide when a step runs, never what it does.
+
+With gradient accumulation, phase 1 takes the users of the batch in parts, one forward and
+backward after the other, so that the activations of one part exist at a time. The lookup, the
+number of labels and what all positions share (negatives) belong to the whole batch, so the
+gradient does, too.
 """
 
 import math
@@ -19,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.batch import SequenceBatch
-from model.ranking import RankingModel, RankingOutput
+from data.batch import BatchPart, SequenceBatch
+from model.trunk import SequenceModel
 from modules.embedding import lookup_results
 from training.distributed import SummedGradients, gather_rows
 from training.optimizer import RunOptimizer
@@ -56,23 +61,26 @@ class TrainStep:
     """Runs steps on a sharded model; calling it with a batch is one of them.
 
     Args:
-        model: the ranking model, its tables already sharded.
+        model: a ranking or retrieval model, its tables already sharded.
         optimizer: dense and table optimizers with their schedule.
         clip_grad: largest allowed gradient norm (as in ``StepResult.grad_norm``), or None.
+        num_parts: parts in which the users of a batch are computed; divides the batch size.
         num_steps: steps already done, after a resume.
     """
 
     def __init__(
         self,
-        model: RankingModel,
+        model: SequenceModel,
         optimizer: RunOptimizer,
         *,
         clip_grad: float | None = None,
+        num_parts: int = 1,
         num_steps: int = 0,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._clip_grad = clip_grad
+        self._num_parts = num_parts
         self._dense: dict[str, nn.Parameter] = dict(self._model.trunk.named_parameters())
         self.num_steps = num_steps
 
@@ -88,19 +96,16 @@ class TrainStep:
             parameter.grad = None
         rows = lookup_results(self._model.tables(batch.features))
         cut = {name: values.detach().requires_grad_() for name, values in rows.items()}
-        output: RankingOutput = self._model.trunk(batch, cut)
-        num_labels = output.num_labels.detach().clone()
-        dist.all_reduce(num_labels)
-        (output.loss_sum / num_labels.clamp(min=1)).backward()
+        loss_sum, num_labels = self._backward_to_cut(batch, cut)
 
         dense = [_gradient(parameter) for parameter in self._dense.values()]
         at_cut = [_gradient(values) for values in cut.values()]
         summed = SummedGradients(dense)
-        figures = self._wait(batch, output, dense=dense, at_cut=at_cut, summed=summed)
+        figures = self._wait(batch, loss_sum, num_labels, dense=dense, at_cut=at_cut, summed=summed)
         if not all(math.isfinite(value) for row in figures for value in row):
-            raise NonFiniteError(self._describe(step, figures, output, cut))
+            raise NonFiniteError(self._describe(step, figures, loss_sum, cut))
 
-        loss_sum, _, cut_square, labels, tokens, samples = (
+        loss, _, cut_square, labels, tokens, samples = (
             sum(column) for column in zip(*(row[1:] for row in figures), strict=True)
         )
         grad_norm = math.sqrt(figures[0][2] + cut_square)
@@ -113,7 +118,7 @@ class TrainStep:
         self.num_steps = step
         return StepResult(
             step=step,
-            loss=loss_sum / max(labels, 1),
+            loss=loss / max(labels, 1),
             num_labels=int(labels),
             grad_norm=grad_norm,
             num_tokens=int(tokens),
@@ -121,10 +126,35 @@ class TrainStep:
             learning_rate=learning_rate,
         )
 
+    def _backward_to_cut(
+        self, batch: SequenceBatch, cut: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Phase 1, part after part: gradients of dense parameters and of the cut.
+
+        Returns this rank's summed loss and number of labels. The loss is divided by the labels of
+        all ranks and parts, so that a label weighs the same wherever it lands.
+        """
+        trunk = self._model.trunk
+        own_labels = trunk.num_labels(batch)
+        num_labels = own_labels.clone()
+        dist.all_reduce(num_labels)
+        shared = trunk.shared(batch, cut)
+        loss_sum = torch.zeros((), device=own_labels.device)
+        for values in cut.values():
+            values.grad = torch.zeros_like(values)
+        for part in batch.split(self._num_parts):
+            output = trunk(part.batch, _rows_of(part, cut), shared)
+            (output.loss_sum / num_labels.clamp(min=1)).backward()
+            loss_sum += output.loss_sum.detach()
+        if shared is not None:
+            shared.backward()
+        return loss_sum, own_labels
+
     def _wait(
         self,
         batch: SequenceBatch,
-        output: RankingOutput,
+        loss_sum: Tensor,
+        num_labels: Tensor,
         *,
         dense: list[Tensor],
         at_cut: list[Tensor],
@@ -136,7 +166,7 @@ class TrainStep:
         mixing of ranks), loss sum, squared norms of the summed dense gradients and of the
         gradients at the cut, labels, tokens, samples.
         """
-        loss_sum = output.loss_sum.detach().double()
+        loss_sum = loss_sum.double()
         cut_square = _square_sum(at_cut, like=loss_sum)
         own_square = _square_sum(dense, like=loss_sum)
         is_mixed = summed.gradients is not dense
@@ -147,7 +177,7 @@ class TrainStep:
                 loss_sum,
                 _square_sum(summed.gradients, like=loss_sum) if is_mixed else own_square,
                 cut_square,
-                output.num_labels.double(),
+                num_labels.double(),
                 *host_side,
             ]
         )
@@ -157,12 +187,12 @@ class TrainStep:
         self,
         step: int,
         figures: list[list[float]],
-        output: RankingOutput,
+        loss_sum: Tensor,
         cut: dict[str, Tensor],
     ) -> str:
         """Message for a bad step; collective, like every path that all ranks take."""
         first_bad = "the sum over ranks"
-        if not torch.isfinite(output.loss_sum):
+        if not torch.isfinite(loss_sum):
             first_bad = "the loss"
         else:
             named = list(self._dense.items()) + [
@@ -184,6 +214,22 @@ class TrainStep:
             f"after step {step - 1}. Lower OptimizerArgs.learning_rate or set "
             "OptimizerArgs.clip_grad, and resume from the last checkpoint"
         )
+
+
+def _rows_of(part: BatchPart, cut: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A part's rows of the cut: leaves whose gradients are views of the cut's own.
+
+    Backward adds to a gradient that is there in place, so nothing of the whole batch's size is
+    made for each part.
+    """
+    rows: dict[str, Tensor] = {}
+    for name, where in part.rows.items():
+        if name in cut:
+            rows[name] = cut[name].detach()[where].requires_grad_()
+            gradient = cut[name].grad
+            assert gradient is not None
+            rows[name].grad = gradient[where]
+    return rows
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 # One console for log lines and progress bar, or they write over each other.
 _CONSOLE = Console(stderr=True)
 
-# The keys of a record that come first, in this order (DESIGN.md section 7).
-_LEADING = ("step", "split", "loss", "auc", "gauc", "ne", "logloss")
+# The figures that come first after step and split, in this order (DESIGN.md section 7).
+_LEADING = ("loss", "auc", "gauc", "ne", "logloss")
+# And those that come last: counts, not qualities.
+_TRAILING = ("num_events", "best_step")
 
 
 def set_up_logging(*, is_main: bool) -> None:
@@ -59,9 +61,19 @@ class Telemetry:
         num_steps: steps of the whole run, for the progress bar.
         first_step: steps already done; later records of an interrupted run are dropped, so that
             the file tells one story.
+        names_best: final figures carry ``best_step``, which tells them from a validation after
+            the last step.
     """
 
-    def __init__(self, folder: Path, *, world: World, num_steps: int, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: World,
+        num_steps: int,
+        first_step: int = 0,
+        names_best: bool = False,
+    ) -> None:
         self._world = world
         self._num_steps = num_steps
         self._interval: list[StepResult] = []
@@ -70,7 +82,7 @@ class Telemetry:
         if not world.is_main:
             return
         path = folder / "metrics.jsonl"
-        _forget_records_after(path, first_step, num_steps=num_steps)
+        _forget_records_after(path, first_step, num_steps=num_steps, names_best=names_best)
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
         if _CONSOLE.is_terminal:
@@ -135,13 +147,19 @@ class Telemetry:
         """
         if not self._world.is_main:
             return
-        values: dict[str, object] = {"step": step, "split": split} | dict(figures)
-        ordered = {key: values.pop(key) for key in _LEADING if key in values} | values
-        self._file.write(to_json(ordered) + "\n")
-        for key, value in figures.items():
+        values = {key: figures[key] for key in sorted(figures, key=_place)}
+        self._file.write(to_json({"step": step, "split": split} | values) + "\n")
+        for key, value in values.items():
             self._tensorboard.add_scalar(f"{split}/{key}", value, step)
-        shown = "  ".join(f"{key} {_short(value)}" for key, value in figures.items())
+        shown = "  ".join(f"{key} {_short(value)}" for key, value in values.items())
         logger.info("step %d/%d %s  %s", step, self._num_steps, split, shown)
+
+
+def _place(key: str) -> int:
+    """Rank of a figure in a record; those of one rank keep the order they come in."""
+    if key in _LEADING:
+        return _LEADING.index(key)
+    return len(_LEADING) + (1 + _TRAILING.index(key) if key in _TRAILING else 0)
 
 
 def _short(value: float) -> str:
@@ -158,7 +176,7 @@ def to_json(figures: Mapping[str, object]) -> str:
     )
 
 
-def _forget_records_after(path: Path, last_step: int, *, num_steps: int) -> None:
+def _forget_records_after(path: Path, last_step: int, *, num_steps: int, names_best: bool) -> None:
     """Takes back what a resumed run is going to write again."""
     if not path.exists():
         return
@@ -169,6 +187,7 @@ def _forget_records_after(path: Path, last_step: int, *, num_steps: int) -> None
             break  # cut short by a crash
         record = json.loads(line)
         is_final = record["step"] == num_steps and record["split"] != "train"
+        is_final = is_final and (not names_best or "best_step" in record)
         if record["step"] <= last_step and not is_final:
             kept.append(line)
     aside = path.with_suffix(".aside")

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,11 +14,20 @@ import torch.distributed as dist
 from configs.loader import experiment_to_gin
 from configs.schema import ExperimentArgs
 from data.batch import SequenceBatch
-from data.loader import Datasets, SequenceLoader, build_datasets
-from model.build import build_ranking_model
-from training.checkpoint import Checkpointer, load_weights, read_state
-from training.distributed import World
-from training.evaluate import evaluate
+from data.loader import Datasets
+from model.build import build_model
+from training.checkpoint import (
+    Checkpointer,
+    adopt,
+    best_of,
+    checkpoint_name,
+    load_weights,
+    read_state,
+)
+from training.distributed import World, from_main
+from training.early_stopping import early_stopping
+from training.evaluate import build_evaluator
+from training.folds import FOLDS, fold_loader, open_datasets
 from training.optimizer import RunOptimizer, fuse_table_optimizer, resolve_table_optimizer
 from training.pipeline import Pipeline, build_pipeline
 from training.profile import StepProfiler
@@ -54,16 +64,18 @@ class Trainer:
         self.checkpoint = resumed_checkpoint(experiment) if trainer.resume is not None else None
         self.folder = folder_to_resume_in(self.checkpoint) if self.checkpoint is not None else None
         self.datasets = self._datasets()
-        self.loaders = {fold: self._loader(fold) for fold in ("train", "validation", "test")}
+        self.loaders = {
+            fold: fold_loader(experiment, self.datasets, fold, world=world) for fold in FOLDS
+        }
         self.num_steps = self._total_steps()
-        model, specs = build_ranking_model(
-            experiment, self.datasets.facts, device_type=world.device.type
-        )
+        self.early_stopping = early_stopping(trainer, is_validated=self._validates())
+        model, specs = build_model(experiment, self.datasets.facts, device_type=world.device.type)
         initialize_dense(model.trunk, seed=trainer.seed)  # on the CPU: the same on any device
         model.trunk.to(world.device)
         fuse_table_optimizer(model.tables, experiment.optimizer, device_type=world.device.type)
         self.model = shard_tables(model, specs, world=world, batch_size=trainer.train_batch_size)
         initialize_tables(self.model, seed=trainer.seed, std=experiment.network.embedding_init_std)
+        self.evaluator = build_evaluator(experiment, self.model, self.datasets, world=world)
         # Replicas start equal; dropout must differ between ranks, or they repeat each other.
         torch.manual_seed(trainer.seed * 1_000_003 + world.rank)
         self.optimizer = RunOptimizer(self.model, experiment.optimizer, num_steps=self.num_steps)
@@ -76,6 +88,8 @@ class Trainer:
             keep_last=trainer.ckpt_keep_last,
         )
         self.first_step = self._restore()
+        if self.early_stopping is not None:
+            self.early_stopping.check(self.evaluate("validation", max_batches=1))
 
     def _optimizers(self) -> dict[str, str]:
         """Names of the optimizers whose state a checkpoint holds, by field."""
@@ -90,30 +104,7 @@ class Trainer:
         return {fold: loader.dataset.fingerprint for fold, loader in self.loaders.items()}
 
     def _datasets(self) -> Datasets:
-        experiment = self.experiment
-        assert experiment.ranking is not None
-        return build_datasets(
-            experiment.dataset,
-            task=experiment.task,
-            seed=experiment.trainer.seed,
-            global_batch_size=experiment.trainer.train_batch_size * self.world.world_size,
-            num_tasks=experiment.ranking.num_tasks,
-            num_classes=max(2, experiment.ranking.prediction_head_arch[-1]),
-        )
-
-    def _loader(self, fold: str) -> SequenceLoader:
-        trainer, dataset = self.experiment.trainer, self.experiment.dataset
-        is_train = fold == "train"
-        return SequenceLoader(
-            getattr(self.datasets, fold),
-            batch_size=trainer.train_batch_size if is_train else trainer.eval_batch_size,
-            shuffle=is_train and getattr(dataset, "shuffle", False),
-            seed=trainer.seed,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            num_workers=getattr(dataset, "num_workers", 0),
-            pin_memory=self.world.device.type == "cuda",
-        )
+        return open_datasets(self.experiment, world=self.world)
 
     def _total_steps(self) -> int:
         trainer = self.experiment.trainer
@@ -147,9 +138,26 @@ class Trainer:
                 "(or num_epochs)"
             )
         self.loaders["train"].load_state_dict(state["data"])
+        if self.early_stopping is not None:
+            self.early_stopping.load_state_dict(state.get("early_stopping"))
+            self._check_best(self.checkpoint)
         self.checkpointer.load(self.checkpoint)
         logger.info("resumed %s after step %d", self.checkpoint, state["step"])
         return int(state["step"])
+
+    def _check_best(self, checkpoint: Path) -> None:
+        """The best checkpoint is wanted at the end: that it is gone is better told now."""
+        assert self.early_stopping is not None
+        step = self.early_stopping.best_step
+        if step is None:
+            return
+        try:
+            read_state(checkpoint.parent / checkpoint_name(step))
+        except ValueError as error:
+            raise ValueError(
+                f"TrainerArgs.resume must name a checkpoint whose best one lies beside it, got "
+                f"{checkpoint} ({error}); or set TrainerArgs.early_stopping_metric = None"
+            ) from None
 
     def evaluate_checkpoint(self, checkpoint: Path) -> dict[str, dict[str, float]]:
         """Figures of the held-out folds under a checkpoint's weights, by fold.
@@ -172,12 +180,13 @@ class Trainer:
 
     def evaluate(self, fold: str, *, max_batches: int | None = None) -> dict[str, float]:
         """Loss and metrics of "validation" or "test" with the present weights."""
-        return evaluate(
-            self.model.module, self.loaders[fold], world=self.world, max_batches=max_batches
-        )
+        return self.evaluator(self.loaders[fold], max_batches=max_batches)
 
     def fit(self) -> dict[str, float]:
         """Trains to the last step, saves, and returns the figures of the test fold.
+
+        With early stopping they are those of the best weights, which the model then holds, and
+        ``best_step`` is one of them.
 
         Raises:
             NonFiniteError: at the first step that is not finite, before it changed anything.
@@ -189,6 +198,7 @@ class Trainer:
             self.model.module,
             self.optimizer,
             clip_grad=self.experiment.optimizer.clip_grad,
+            num_parts=trainer.gradient_accumulation_steps,
             num_steps=self.first_step,
         )
         pipeline = build_pipeline(
@@ -203,7 +213,11 @@ class Trainer:
             folder = self._open_folder(stack)
             telemetry = stack.enter_context(
                 Telemetry(
-                    folder, world=self.world, num_steps=self.num_steps, first_step=self.first_step
+                    folder,
+                    world=self.world,
+                    num_steps=self.first_step if self._has_stopped else self.num_steps,
+                    first_step=self.first_step,
+                    names_best=self.early_stopping is not None,
                 )
             )
             profiler = stack.enter_context(
@@ -212,8 +226,8 @@ class Trainer:
             for segment in self._segments():
                 self._run_segment(segment, pipeline, telemetry, profiler)
                 pipeline.detach()
-                self._between_segments(step.num_steps, telemetry)
-            return self._finish(telemetry)
+                self._after_segment(step.num_steps, telemetry)
+            return self._finish(step.num_steps, telemetry)
 
     def _run_segment(
         self,
@@ -241,7 +255,7 @@ class Trainer:
         """
         loader = self.loaders["train"]
         done = self.first_step
-        while done < self.num_steps:
+        while done < self.num_steps and not self._has_stopped:
             epoch, first_batch = loader.position
             if first_batch == loader.num_batches:
                 epoch, first_batch = epoch + 1, 0
@@ -258,23 +272,47 @@ class Trainer:
         evaluations = [trainer.eval_interval] if self._validates() else []
         return evaluations + ([trainer.ckpt_save_interval] if trainer.ckpt_save_interval else [])
 
-    def _between_segments(self, step: int, telemetry: Telemetry) -> None:
-        trainer = self.experiment.trainer
-        if step == self.num_steps:
-            return
-        if step % trainer.eval_interval == 0 and self._validates():
-            figures = self.evaluate("validation", max_batches=trainer.max_eval_iters)
-            telemetry.record(step, "validation", figures)
-        if trainer.ckpt_save_interval and step % trainer.ckpt_save_interval == 0:
+    @property
+    def _has_stopped(self) -> bool:
+        return self.early_stopping is not None and self.early_stopping.is_over
+
+    def _after_segment(self, step: int, telemetry: Telemetry) -> None:
+        """Validates and saves where that is due after ``step``."""
+        interval = self.experiment.trainer.ckpt_save_interval
+        is_best = self._validate(step, telemetry)
+        is_last = step == self.num_steps or self._has_stopped
+        if is_best or (is_last and interval != 0) or (interval and step % interval == 0):
             self._save(step)
+
+    def _validate(self, step: int, telemetry: Telemetry) -> bool:
+        """Evaluates the validation fold where that is due; whether it was the best so far.
+
+        After the last step the final figures do that, unless those weights are still to be
+        compared with the best ones.
+        """
+        trainer, stopping = self.experiment.trainer, self.early_stopping
+        is_due = step % trainer.eval_interval == 0
+        if step == self.num_steps:
+            is_due = stopping is not None
+        if not (is_due and self._validates()):
+            return False
+        figures = self.evaluate("validation", max_batches=trainer.max_eval_iters)
+        telemetry.record(step, "validation", figures)
+        if stopping is None:
+            return False
+        # One rank decides: on mixed hardware figures may differ in their last digit.
+        value = figures.get(stopping.metric, math.nan)
+        return stopping.update(step, from_main(value, world=self.world))
 
     def _save(self, step: int) -> None:
         assert self.folder is not None
+        stopping = self.early_stopping
         self.checkpointer.save(
             checkpoint_folder(self.experiment, self.folder),
             step,
             run=self.folder,
             data_state=self.loaders["train"].state_dict(),
+            early_stopping=None if stopping is None else stopping.state_dict(),
         )
 
     def _validates(self) -> bool:
@@ -282,16 +320,36 @@ class Trainer:
         trained_on = getattr(self.experiment.dataset, "train_on_validation", False)
         return self.loaders["validation"].num_samples > 0 and not trained_on
 
-    def _finish(self, telemetry: Telemetry) -> dict[str, float]:
-        """The last checkpoint and the final figures, over the whole folds."""
-        is_new = self.first_step < self.num_steps
-        if is_new and self.experiment.trainer.ckpt_save_interval != 0:
-            self._save(self.num_steps)
+    def _finish(self, step: int, telemetry: Telemetry) -> dict[str, float]:
+        """The final figures, over the whole folds, of the last or the best weights."""
+        telemetry.log_training()
+        best = self._load_best(step)
         if self._validates():
-            telemetry.record(self.num_steps, "validation", self.evaluate("validation"))
-        figures = self.evaluate("test")
-        telemetry.record(self.num_steps, "test", figures)
+            telemetry.record(step, "validation", self.evaluate("validation") | best)
+        figures = self.evaluate("test") | best
+        telemetry.record(step, "test", figures)
         return figures
+
+    def _load_best(self, step: int) -> dict[str, float]:
+        """Puts the best weights in place of those after ``step``; names their step."""
+        if self.early_stopping is None or self.early_stopping.best_step is None:
+            return {}
+        assert self.folder is not None
+        best = self.early_stopping.best_step
+        if best != step:
+            folder = checkpoint_folder(self.experiment, self.folder)
+            load_weights(self.model, folder / checkpoint_name(best))
+        logger.info("final figures are those of step %d: %s", best, self.early_stopping)
+        return {"best_step": best}
+
+    def _adopt_best(self, folder: Path) -> None:
+        """Copies the best checkpoint so far to where this run saves, if that is elsewhere."""
+        if self.checkpoint is None or self.early_stopping is None:
+            return
+        name = best_of({"early_stopping": self.early_stopping.state_dict()})
+        here = checkpoint_folder(self.experiment, folder)
+        if name is not None and not (here / name).exists():
+            adopt(self.checkpoint.parent / name, here, run=folder)
 
     def _open_folder(self, stack: ExitStack) -> Path:
         """The run folder, made and locked by rank 0, known to all."""
@@ -306,8 +364,9 @@ class Trainer:
                 (folder / "operative_config.gin").write_text(
                     experiment_to_gin(self.experiment), encoding="utf-8"
                 )
+                self._adopt_best(folder)
                 outcome = [(str(folder), "")]
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 outcome = [("", str(error))]
         dist.broadcast_object_list(outcome)
         chosen, failure = outcome[0]

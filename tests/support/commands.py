@@ -1,17 +1,20 @@
-"""Run a whole command in a test without leaving anything behind."""
+"""Run a whole command in a test, an entry above all, without leaving anything behind."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 _MARK = "OCTET_TEST_COMMAND"
@@ -81,6 +84,32 @@ def run_command(
             seconds=seconds,
             processes_left=left,
         )
+
+
+def bindings(values: Mapping[str, Any]) -> list[str]:
+    """Command-line overrides of settings, by "Class.field"."""
+    return [f"--gin-binding={name} = {value!r}" for name, value in values.items()]
+
+
+def start_entry(
+    script: str | os.PathLike[str],
+    config: str | os.PathLike[str],
+    values: Mapping[str, Any],
+    *flags: str,
+    processes: int | None = None,
+) -> CommandResult:
+    """An entry with settings on top of a gin file: plain python, or torchrun when a number of
+    processes is given."""
+    launcher = [sys.executable]
+    if processes is not None:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*launcher, script, "--gin-config-file", config, *bindings(values), *flags]
+    return run_command(command, timeout_seconds=150)
+
+
+def metric_records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run folder's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def _text(file: tempfile._TemporaryFileWrapper[str]) -> str:

@@ -23,6 +23,7 @@ from configs.schema import (
     NetworkArgs,
     OptimizerArgs,
     RankingArgs,
+    RetrievalArgs,
     TrainerArgs,
 )
 from data.batch import PackedSamples, SequenceBatch, collate
@@ -30,20 +31,75 @@ from data.dataset import SequenceDataset
 from data.preprocess import preprocess
 from training.distributed import World
 
+Overrides = Mapping[str, Any] | None
+
 
 def synthetic_experiment(
     folder: str,
     *,
-    trainer: Mapping[str, Any] | None = None,
-    dataset: Mapping[str, Any] | None = None,
-    network: Mapping[str, Any] | None = None,
-    optimizer: Mapping[str, Any] | None = None,
-    ranking: Mapping[str, Any] | None = None,
+    trainer: Overrides = None,
+    dataset: Overrides = None,
+    network: Overrides = None,
+    optimizer: Overrides = None,
+    ranking: Overrides = None,
 ) -> ExperimentArgs:
     """A two-layer model on synthetic data: 5 classes, users of up to 12 events, 3 candidates.
 
     Dropout is off and the order fixed unless overridden, so that runs can be compared.
     """
+    return ExperimentArgs(
+        **_training(folder, trainer, network, optimizer),
+        dataset=_synthetic_data({"max_num_candidates": 3} | dict(dataset or {})),
+        ranking=_ranking(ranking),
+    )
+
+
+def retrieval_experiment(
+    folder: str,
+    *,
+    data: Path | None = None,
+    trainer: Overrides = None,
+    dataset: Overrides = None,
+    network: Overrides = None,
+    optimizer: Overrides = None,
+    retrieval: Overrides = None,
+) -> ExperimentArgs:
+    """The same model made to retrieve the next of 60 items, one held out for each user.
+
+    Args:
+        data: folder of `write_movielens` to use instead of synthetic data, shuffled.
+    """
+    if data is None:
+        chosen: Any = _synthetic_data({"max_num_candidates": 1} | dict(dataset or {}))
+    else:
+        chosen = _movielens_data(data, {"max_num_candidates": 0} | dict(dataset or {}))
+    return ExperimentArgs(
+        **_training(folder, trainer, network, optimizer),
+        dataset=chosen,
+        retrieval=RetrievalArgs(**({"temperature": 0.1} | dict(retrieval or {}))),
+    )
+
+
+def movielens_experiment(
+    data: Path,
+    folder: str,
+    *,
+    trainer: Overrides = None,
+    dataset: Overrides = None,
+    network: Overrides = None,
+    optimizer: Overrides = None,
+) -> ExperimentArgs:
+    """A small ranking model on `write_movielens` data, shuffled, 3 candidates."""
+    return ExperimentArgs(
+        **_training(folder, trainer, network, optimizer),
+        dataset=_movielens_data(data, {"max_num_candidates": 3} | dict(dataset or {})),
+        ranking=_ranking(None),
+    )
+
+
+def _training(
+    folder: str, trainer: Overrides, network: Overrides, optimizer: Overrides
+) -> dict[str, Any]:
     trainer_args = {
         "train_batch_size": 8,
         "eval_batch_size": 8,
@@ -52,6 +108,27 @@ def synthetic_experiment(
         "log_interval": 1,
         "output_dir": folder,
     }
+    network_args = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "kv_channels": 8,
+        "hidden_dropout": 0.0,
+        "dtype_str": "float32",
+    }
+    optimizer_args = {"optimizer_str": "adam", "learning_rate": 1e-2}
+    return {
+        "trainer": TrainerArgs(**(trainer_args | dict(trainer or {}))),
+        "network": NetworkArgs(**(network_args | dict(network or {}))),
+        "optimizer": OptimizerArgs(**(optimizer_args | dict(optimizer or {}))),
+    }
+
+
+def _ranking(ranking: Overrides) -> RankingArgs:
+    return RankingArgs(**({"prediction_head_arch": (16, 5)} | dict(ranking or {})))
+
+
+def _synthetic_data(dataset: Mapping[str, Any]) -> BenchmarkDatasetArgs:
     tables = [
         ("item", 60, "model_parallel"),
         ("action", 5, "data_parallel"),
@@ -75,26 +152,44 @@ def synthetic_experiment(
         "item_feature_name": "item",
         "action_feature_name": "action",
         "contextual_feature_names": ("user_id", "age"),
-        "max_num_candidates": 3,
         "num_generated_batches": 4,
     }
-    network_args = {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "kv_channels": 8,
-        "hidden_dropout": 0.0,
-        "dtype_str": "float32",
+    return BenchmarkDatasetArgs(**(dataset_args | dict(dataset)))
+
+
+def _movielens_data(data: Path, dataset: Mapping[str, Any]) -> DatasetArgs:
+    dataset_args = {
+        "dataset_name": "ml-100k",
+        "dataset_path": str(data),
+        "max_history_seqlen": 10,
+        "shuffle": True,
     }
-    optimizer_args = {"optimizer_str": "adam", "learning_rate": 1e-2}
-    ranking_args = {"prediction_head_arch": (16, 5)}
-    return ExperimentArgs(
-        trainer=TrainerArgs(**(trainer_args | dict(trainer or {}))),
-        dataset=BenchmarkDatasetArgs(**(dataset_args | dict(dataset or {}))),
-        network=NetworkArgs(**(network_args | dict(network or {}))),
-        optimizer=OptimizerArgs(**(optimizer_args | dict(optimizer or {}))),
-        ranking=RankingArgs(**(ranking_args | dict(ranking or {}))),
+    return DatasetArgs(**(dataset_args | dict(dataset)))
+
+
+def replicated_items(experiment: ExperimentArgs) -> ExperimentArgs:
+    """A synthetic experiment whose item table has a copy on every rank, like all its others."""
+    dataset = experiment.dataset
+    assert isinstance(dataset, BenchmarkDatasetArgs)
+    tables = tuple(
+        dataclasses.replace(table, sharding_type="data_parallel")
+        for table in dataset.embedding_args
     )
+    return dataclasses.replace(
+        experiment, dataset=dataclasses.replace(dataset, embedding_args=tables)
+    )
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """Every trainable tensor of this rank by name, dense and table rows, cloned and flat."""
+    return {
+        name: (
+            torch.cat([shard.tensor.reshape(-1) for shard in value.local_shards()])
+            if hasattr(value, "local_shards")
+            else value
+        ).clone()
+        for name, value in model.state_dict().items()
+    }
 
 
 def users_of_one_length(length: int = 12) -> dict[str, Any]:
@@ -125,6 +220,12 @@ class FirstSamples:
 
     def batch(self, indices_S: np.ndarray, *, batch_size: int) -> SequenceBatch:
         return self._dataset.batch(indices_S, batch_size=batch_size)
+
+    def catalogue(self) -> np.ndarray:
+        return self._dataset.catalogue()
+
+    def seen_items(self, sample_ids_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._dataset.seen_items(sample_ids_S)
 
 
 def batch_of(
@@ -213,24 +314,3 @@ def write_movielens(folder: Path, *, num_users: int = 24, num_items: int = 40) -
     output = folder / "ml-100k"
     preprocess("ml-100k", source=raw, output=output)
     return output
-
-
-def movielens_experiment(
-    data: Path,
-    folder: str,
-    *,
-    trainer: Mapping[str, Any] | None = None,
-    dataset: Mapping[str, Any] | None = None,
-    network: Mapping[str, Any] | None = None,
-    optimizer: Mapping[str, Any] | None = None,
-) -> ExperimentArgs:
-    """A small model on `write_movielens` data, shuffled, with dropout."""
-    base = synthetic_experiment(folder, trainer=trainer, network=network, optimizer=optimizer)
-    dataset_args = {
-        "dataset_name": "ml-100k",
-        "dataset_path": str(data),
-        "max_history_seqlen": 10,
-        "max_num_candidates": 3,
-        "shuffle": True,
-    }
-    return dataclasses.replace(base, dataset=DatasetArgs(**(dataset_args | dict(dataset or {}))))

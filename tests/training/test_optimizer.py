@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 
 from configs.schema import OptimizerArgs
 from data.loader import build_datasets
-from model.build import build_ranking_model
-from tests.support.experiments import synthetic_experiment
+from model.build import build_model
+from tests.support.experiments import retrieval_experiment, synthetic_experiment, weights
 from training.distributed import World
 from training.optimizer import dense_optimizer, learning_rate_factor, resolve_table_optimizer
 from training.step import TrainStep
@@ -46,9 +49,21 @@ def test_adam_on_cpu_tables_is_refused_by_name() -> None:
         resolve_table_optimizer(args(sparse_optimizer_str="adam"), "cpu")
 
 
-def test_schedule_reaches_dense_weights_and_tables(run_folder: str, world: World) -> None:
+TASKS: dict[str, Any] = {
+    "ranking": synthetic_experiment,
+    "in-batch": retrieval_experiment,
+    "random": functools.partial(
+        retrieval_experiment, retrieval={"num_negatives": 20, "negatives_sampler": "random"}
+    ),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_schedule_reaches_dense_weights_and_tables(
+    run_folder: str, world: World, task: str
+) -> None:
     """Past the end of the line nothing moves any more."""
-    experiment = synthetic_experiment(
+    experiment = TASKS[task](
         run_folder, trainer={"max_train_iters": 2}, optimizer={"lr_schedule": "linear"}
     )
     trainer = Trainer(experiment, world=world)
@@ -56,10 +71,39 @@ def test_schedule_reaches_dense_weights_and_tables(run_folder: str, world: World
     batch = next(trainer.loaders["train"].epoch(0))
     assert step(batch).learning_rate == pytest.approx(1e-2)
     assert step(batch).learning_rate == pytest.approx(5e-3)
-    before = {name: _plain(value).clone() for name, value in trainer.model.state_dict().items()}
+    before = weights(trainer.model)
     assert step(batch).learning_rate == 0.0
-    for name, value in trainer.model.state_dict().items():
-        assert torch.equal(_plain(value), before[name]), name
+    for name, value in weights(trainer.model).items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changed", "factor"),
+    [({"warmup_steps": 4}, 0.25), ({"clip_grad": 1e-2}, None)],
+    ids=["warm-up", "clip"],
+)
+@pytest.mark.parametrize("task", TASKS)
+def test_warm_up_and_clip_shrink_every_update_alike(
+    run_folder: str, world: World, task: str, changed: dict[str, Any], factor: float | None
+) -> None:
+    """SGD moves a weight by rate times gradient, so updates can be compared one by one."""
+    sgd = {"optimizer_str": "sgd", "sparse_optimizer_str": "sgd", "learning_rate": 0.1}
+    moves = []
+    for optimizer in (sgd, sgd | changed):
+        trainer = Trainer(TASKS[task](run_folder, optimizer=optimizer), world=world)
+        trainer.model.train()
+        clip_grad = trainer.experiment.optimizer.clip_grad
+        step = TrainStep(trainer.model.module, trainer.optimizer, clip_grad=clip_grad)
+        before = weights(trainer.model)
+        result = step(next(trainer.loaders["train"].epoch(0)))
+        after = weights(trainer.model)
+        moves.append({name: after[name] - before[name] for name in before})
+    plain, small = moves
+    if factor is None:
+        factor = changed["clip_grad"] / result.grad_norm
+    assert any(name.startswith("tables.") and plain[name].abs().max() > 1e-3 for name in plain)
+    for name, move in plain.items():
+        torch.testing.assert_close(small[name], factor * move, rtol=1e-3, atol=1e-7, msg=name)
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
@@ -124,7 +168,7 @@ def test_replicated_tables_have_their_own_decay(run_folder: str) -> None:
         run_folder, optimizer={"weight_decay": 0.1, "replicated_weight_decay": 0.2}
     )
     facts = build_datasets(experiment.dataset, num_classes=5).facts
-    model, _ = build_ranking_model(experiment, facts, device_type="cpu")
+    model, _ = build_model(experiment, facts, device_type="cpu")
     names = {id(p): name for name, p in model.trunk.named_parameters()}
     decay = {
         names[id(parameter)]: group["weight_decay"]

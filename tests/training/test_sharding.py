@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from data.loader import build_datasets
-from model.build import build_ranking_model
+from model.build import build_model
 from tests.support.experiments import batch_of, cpu_world, synthetic_experiment
 from tests.support.two_ranks import TwoRanks
 from training.distributed import World
@@ -46,7 +46,7 @@ def test_ranks_draw_different_dropout(run_folder: str, two_ranks: TwoRanks) -> N
 def test_same_seed_same_weights_other_seed_others(run_folder: str) -> None:
     experiment = synthetic_experiment(run_folder)
     facts = build_datasets(experiment.dataset, num_classes=5).facts
-    model, _ = build_ranking_model(experiment, facts, device_type="cpu")
+    model, _ = build_model(experiment, facts, device_type="cpu")
     torch.manual_seed(5)
     expected_draw = torch.rand(3)
     torch.manual_seed(5)

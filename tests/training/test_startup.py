@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from configs.schema import (
-    DatasetArgs,
     DynamicEmbeddingArgs,
     ExperimentArgs,
     MixedPrecisionArgs,
@@ -36,12 +35,6 @@ def dynamic_items(experiment: ExperimentArgs) -> ExperimentArgs:
     return with_field(experiment, "dataset", embedding_args=(dynamic, *others))
 
 
-def kuairand(experiment: ExperimentArgs) -> ExperimentArgs:
-    dataset = DatasetArgs(dataset_name="kuairand-pure", max_history_seqlen=10, max_num_candidates=3)
-    ranking = dataclasses.replace(experiment.ranking, prediction_head_arch=(16, 1))
-    return dataclasses.replace(experiment, dataset=dataset, ranking=ranking)
-
-
 NOT_BUILT = {
     "fp8": (
         lambda e: dataclasses.replace(e, precision=MixedPrecisionArgs(mixed_precision_dtype="fp8")),
@@ -61,19 +54,11 @@ NOT_BUILT = {
         lambda e: with_field(e, "trainer", pipeline_type="prefetch"),
         "TrainerArgs.pipeline_type = 'prefetch' is not built yet; what runs: 'native'",
     ),
-    "early stopping": (
-        lambda e: with_field(e, "trainer", early_stopping_metric="auc"),
-        "TrainerArgs.early_stopping_metric = 'auc' is not built yet; what runs: None",
-    ),
     "recomputation": (
         lambda e: with_field(e, "network", recompute_input_silu=True),
         "NetworkArgs.recompute_input_silu = True is not built yet; what runs: False",
     ),
     "dynamic table": (dynamic_items, "DynamicEmbeddingArgs.*item.*what runs: EmbeddingArgs"),
-    "kuairand": (
-        kuairand,
-        "DatasetArgs.dataset_name = 'kuairand-pure' is not built yet; what runs: 'ml-100k'",
-    ),
 }
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from data.batch import SequenceBatch
-from tests.support.experiments import batch_of, cpu_world, synthetic_experiment
+from tests.support.experiments import batch_of, cpu_world, synthetic_experiment, weights
 from tests.support.two_ranks import TwoRanks
 from training.distributed import World
 from training.step import NonFiniteError, TrainStep
@@ -26,18 +25,6 @@ def make(folder: str, world: World, **overrides: dict) -> tuple[Trainer, TrainSt
     return trainer, TrainStep(trainer.model.module, trainer.optimizer, clip_grad=clip_grad)
 
 
-def weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Every trainable tensor of this rank, dense and table rows, cloned."""
-    return {
-        name: (
-            torch.cat([shard.tensor.reshape(-1) for shard in value.local_shards()])
-            if hasattr(value, "local_shards")
-            else value
-        ).clone()
-        for name, value in trainer.model.state_dict().items()
-    }
-
-
 def batches(trainer: Trainer, count: int) -> list[SequenceBatch]:
     loader = trainer.loaders["train"]
     found = [batch for _, batch in zip(range(count), loader.epoch(0), strict=False)]
@@ -48,10 +35,10 @@ def batches(trainer: Trainer, count: int) -> list[SequenceBatch]:
 def test_every_trainable_tensor_moves(run_folder: str, world: World) -> None:
     biases = {"use_time_bias": True, "use_relative_position_bias": True}
     trainer, step = make(run_folder, world, network=biases)
-    before = weights(trainer)
+    before = weights(trainer.model)
     for batch in batches(trainer, 3):
         step(batch)
-    after = weights(trainer)
+    after = weights(trainer.model)
     unmoved = [name for name in before if torch.equal(before[name], after[name])]
     assert unmoved == []
 
@@ -82,9 +69,9 @@ def test_clipping_bounds_the_update_but_reports_the_true_norm(
     # SGD with rate 1 moves a parameter by exactly its gradient.
     overrides = {"optimizer_str": "sgd", "sparse_optimizer_str": "sgd", "learning_rate": 1.0}
     trainer, step = make(run_folder, world, optimizer=overrides | {"clip_grad": 1e-3})
-    before = weights(trainer)
+    before = weights(trainer.model)
     result = step(batches(trainer, 1)[0])
-    after = weights(trainer)
+    after = weights(trainer.model)
     dense = [name for name in before if name.startswith("trunk.")]
     moved = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in dense))
     assert result.grad_norm > 1e-2
@@ -113,14 +100,14 @@ def test_bad_step_changes_nothing_and_names_its_cause(
     else:
         trunk.register_forward_pre_hook(_spoil_item_gradient)
         expected = "embeddings of item"
-    before, optimizer_before = weights(trainer), trainer.optimizer.dense_state()
+    before, optimizer_before = weights(trainer.model), trainer.optimizer.dense_state()
     optimizer_before = {
         n: {k: t.clone() for k, t in s.items()} for n, s in optimizer_before.items()
     }
     with pytest.raises(NonFiniteError, match=rf"step 2 .*rank 0: .*{expected}"):
         step(bad)
     assert step.num_steps == 1
-    after = weights(trainer)
+    after = weights(trainer.model)
     assert all(torch.equal(before[name], after[name]) for name in before)
     for name, state in trainer.optimizer.dense_state().items():
         assert all(torch.equal(state[key], optimizer_before[name][key]) for key in state)
@@ -131,14 +118,14 @@ def _nan_on_rank_one(rank: int, world_size: int, folder: str) -> dict:
     feed = batches(trainer, 3)
     step(feed[0])
     step(feed[1])
-    before = weights(trainer)
+    before = weights(trainer.model)
     if rank == 1:
         weight = dict(trainer.model.module.trunk.named_parameters())["head.layers.0.weight"]
         weight.register_hook(lambda gradient: gradient * math.nan)
     try:
         step(feed[2])
     except NonFiniteError as error:
-        after = weights(trainer)
+        after = weights(trainer.model)
         return {"error": str(error), "kept": all(torch.equal(before[n], after[n]) for n in before)}
     return {"error": "none", "kept": False}
 
@@ -164,11 +151,11 @@ def _step_on_share(
     world = cpu_world(rank, world_size)
     trainer, step = make(folder, world, trainer={"train_batch_size": 4}, optimizer=optimizer)
     first_user = sum(map(len, shares[:rank]))
-    before = weights(trainer)
+    before = weights(trainer.model)
     result = step(batch_of(shares[rank], batch_size=4, first_user=first_user))
     return {
         "before": before,
-        "after": weights(trainer),
+        "after": weights(trainer.model),
         "result": dataclasses.asdict(result),
     }
 
@@ -225,11 +212,11 @@ def test_padding_users_leave_item_zero_alone(run_folder: str, world: World) -> N
     """One real user among eight; item 0 is an ordinary row that only its own events move."""
     trainer, step = make(run_folder, world, optimizer=SGD)
     batch = batch_of([(6, 3)], batch_size=8)
-    (name,) = (name for name in weights(trainer) if name.startswith("tables."))
+    (name,) = (name for name in weights(trainer.model) if name.startswith("tables."))
     ids = batch.features["item"].values()
     for first_id in (1, 0):
         ids.copy_(torch.arange(first_id, first_id + 9))
-        before = weights(trainer)[name].view(60, -1)
+        before = weights(trainer.model)[name].view(60, -1)
         step(batch)
-        after = weights(trainer)[name].view(60, -1)
+        after = weights(trainer.model)[name].view(60, -1)
         assert (after != before).any(dim=1).nonzero()[:, 0].tolist() == ids.tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from configs.schema import ExperimentArgs
 from tests.support.experiments import (
     cpu_world,
     movielens_experiment,
+    replicated_items,
     synthetic_experiment,
     write_movielens,
 )
@@ -263,12 +263,7 @@ def test_runs_without_any_sharded_table(tmp_path: Path, world: World, pipeline_t
     experiment = synthetic_experiment(
         str(tmp_path / "run"), trainer={"pipeline_type": pipeline_type, "max_train_iters": 3}
     )
-    tables = tuple(
-        dataclasses.replace(table, sharding_type="data_parallel")
-        for table in experiment.dataset.embedding_args
-    )
-    dataset = dataclasses.replace(experiment.dataset, embedding_args=tables)
-    Trainer(dataclasses.replace(experiment, dataset=dataset), world=world).fit()
+    Trainer(replicated_items(experiment), world=world).fit()
     assert len(losses(tmp_path / "run")) == 3
 
 
