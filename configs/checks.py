@@ -80,6 +80,7 @@ def _check_dataset(experiment: "ExperimentArgs") -> None:
     dataset = experiment.dataset
     if isinstance(dataset, DatasetArgs):
         _check_contextual_choice(dataset)
+        _check_ties(dataset)
         action = filter(None, (experiment.action_feature_name,))
         used = (experiment.item_feature_name, *action, *experiment.contextual_feature_names)
         check_tables(experiment, used)
@@ -97,6 +98,16 @@ def _check_dataset(experiment: "ExperimentArgs") -> None:
     _check_contextual_groups(dataset)
     check_tables(experiment, names)
     _check_values_fit(dataset, experiment)
+
+
+def _check_ties(dataset: DatasetArgs) -> None:
+    if dataset.shuffle_ties and dataset.dataset_name.startswith("kuairand"):
+        raise ConfigError(
+            f"DatasetArgs.shuffle_ties must be False for {dataset.dataset_name}, got True; its "
+            "events are ordered by milliseconds, so the order inside a second is known: remove it",
+            "DatasetArgs.shuffle_ties",
+            "DatasetArgs.dataset_name",
+        )
 
 
 def _check_contextual_choice(dataset: DatasetArgs) -> None:
@@ -180,12 +191,18 @@ def _check_values_fit(dataset: BenchmarkDatasetArgs, experiment: "ExperimentArgs
 
 
 def _check_positions(experiment: "ExperimentArgs") -> None:
-    count, least = experiment.network.num_position_buckets, experiment.num_contextuals + 2
+    if not experiment.network.use_position_embedding:
+        return
+    # Retrieval tells the item from the action token in its row, too.
+    history = 1
+    if experiment.retrieval is not None and experiment.action_feature_name is not None:
+        history = 2
+    count, least = experiment.network.num_position_buckets, experiment.num_contextuals + 1 + history
     if count < least:
         raise ConfigError(
             f"NetworkArgs.num_position_buckets must be >= {least} (a row for each of "
-            f"{experiment.num_contextuals} contextual features, one for candidates and one for the "
-            f"history), got {count}; raise it",
+            f"{experiment.num_contextuals} contextual features, one for candidates and {history} "
+            f"for the history), got {count}; raise it",
             "NetworkArgs.num_position_buckets",
         )
 
@@ -353,15 +370,16 @@ def _check_metric(experiment: "ExperimentArgs") -> None:
             "DatasetArgs.train_on_validation",
         )
     if experiment.ranking is not None:
-        known = metric in _RANKING_METRICS
+        known, names = metric in _RANKING_METRICS, list(_RANKING_METRICS)
         allowed = ", ".join(_RANKING_METRICS)
     else:
         known = metric == "loss" or (metric == metric.lower() and is_retrieval_metric(metric))
+        names = ["hr@10", "ndcg@10", "mrr", "loss"]
         allowed = "hr@k, ndcg@k, mrr, loss"
     if not known:
         raise ConfigError(
             f"TrainerArgs.early_stopping_metric must be one of {allowed} in a {experiment.task} "
-            f"run, got {metric!r}; {did_you_mean(metric, _RANKING_METRICS) or 'choose one'}",
+            f"run, got {metric!r}; {did_you_mean(metric.lower(), names) or 'choose one'}",
             "TrainerArgs.early_stopping_metric",
         )
 

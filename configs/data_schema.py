@@ -209,7 +209,8 @@ class DatasetArgs(CheckedArgs):
 
     shuffle_ties: bool = False
     """Training: events of a user at the same second, whose true order is unknown, come in another
-    order each epoch. Evaluation keeps the order of the source."""
+    order each epoch, within their window; one at a window's border may then be a target twice or
+    not at all. Evaluation keeps the order of the source."""
 
     use_actions: bool = True
     """The history holds an action token (the label) after each item; False = items alone."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from configs.schema import (
     BenchmarkDatasetArgs,
+    DatasetArgs,
     DynamicEmbeddingArgs,
     ExperimentArgs,
     FeatureArgs,
@@ -117,6 +118,11 @@ def inert_in_experiment(experiment: ExperimentArgs) -> dict[str, str]:
         inert["TrainerArgs.eval_interval"] = reason
         inert["TrainerArgs.max_eval_iters"] = reason
     if experiment.retrieval is not None:
+        if experiment.split == "leave_one_out" and isinstance(experiment.dataset, DatasetArgs):
+            reason = (
+                "retrieval holds one event out with leave_one_out and trains without candidates"
+            )
+            inert["DatasetArgs.max_num_candidates"] = reason
         inert["NetworkArgs.target_group_size"] = "retrieval scores the catalogue, not candidates"
         inert["DatasetArgs.history_loss"] = "retrieval always supervises the history"
         inert["DatasetArgs.like_threshold"] = "retrieval has no like labels"

@@ -253,7 +253,10 @@ class ExperimentArgs:
         tokens_per_event = 1 if self.action_feature_name is None else 2
         history = tokens_per_event * self.max_history_events
         held_out = 1 if self.split == "leave_one_out" or self.retrieval is not None else 0
-        return self.num_contextuals + history + max(self.max_num_candidates, held_out)
+        candidates = max(self.max_num_candidates, held_out)
+        if self.split == "leave_one_out" and self.retrieval is not None:
+            candidates = 1
+        return self.num_contextuals + history + candidates
 
     @property
     def resolved_scaling_seqlen(self) -> int | None:

@@ -52,8 +52,8 @@ class RetrievalArgs(CheckedArgs):
     """The retrieval loss and its metrics."""
 
     num_negatives: OptionalSize = None
-    """Negatives per positive, the same ones for all positives of a step; None (also written -1) =
-    all other items of the global batch."""
+    """Negatives of a step, the same ones for all its positives (one that is itself the positive
+    does not count); None (also written -1) = all items of the global batch."""
 
     negatives_sampler: Literal["in_batch", "random"] = "in_batch"
     """in_batch: the distinct items that all ranks' users have in this step. random: num_negatives

@@ -26,11 +26,12 @@ class TrainerArgs(CheckedArgs):
     """Users per device and step."""
 
     eval_batch_size: PositiveInt
-    """Users per device and evaluation step; never changes a metric."""
+    """Users per device and evaluation step; changes no metric (but with NetworkArgs.scaling_seqlen
+    = "batch", where a score depends on the batch)."""
 
     gradient_accumulation_steps: PositiveInt = 1
     """Parts in which the users of a step are computed, one after the other: less memory for the
-    same result. Divides train_batch_size."""
+    same result, up to the draws of dropout. Divides train_batch_size."""
 
     eval_interval: PositiveInt = 100
     """Steps between evaluations on the validation fold."""
@@ -50,7 +51,8 @@ class TrainerArgs(CheckedArgs):
     None too. With both set the earlier end counts."""
 
     seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 1234
-    """Seed of initial weights, sample order, dropout and synthetic data."""
+    """Seed of initial weights, sample order, window borders, ties, negatives, dropout and synthetic
+    data."""
 
     early_stopping_metric: Name | None = None
     """Validation metric that must keep improving (auc, gauc, ne, logloss, loss; hr@k, ndcg@k, mrr
@@ -86,7 +88,7 @@ class TrainerArgs(CheckedArgs):
     """Folder of the checkpoints; None = checkpoints in the run's folder."""
 
     ckpt_keep_last: PositiveInt = 2
-    """Newest checkpoints kept; older ones are deleted."""
+    """Newest checkpoints kept; older ones are deleted, but never the best one of early stopping."""
 
     ckpt_load_dir: OptionalPath = None
     """Checkpoint whose weights training starts from; step, order and optimizer start anew."""

@@ -318,7 +318,7 @@ def collate(
         num_tokens=int(lengths_KB.sum()),
         max_length=int(lengths_KB.sum(axis=0).max(initial=0)),
         host_lengths_KB=lengths_KB,
-        host_candidates_B=candidates_B.numpy(),
+        host_candidates_B=candidates_B.numpy().copy(),  # a worker moves the tensor
     )
 
 

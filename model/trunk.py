@@ -89,7 +89,7 @@ class Trunk(nn.Module, ABC):
 
     def encode(self, batch: SequenceBatch, embeddings: Mapping[str, Tensor]) -> EncodedBatch:
         """The batch after the stack; arguments as in `forward`."""
-        rows = dict(embeddings) | self.replicated(batch.features)
+        rows = dict(embeddings) | self.replicated(batch.features, self.preprocessor.feature_names)
         sequence, layout = self.preprocessor(batch, rows)
         return EncodedBatch(encoded_TD=self.stack(sequence).values_TD, layout=layout, rows=rows)
 

@@ -98,14 +98,13 @@ class ReplicatedTables(nn.Module):
         for table in self.tables.values():
             nn.init.normal_(table.weight, std=self._init_std)
 
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
-        """Feature -> (ids, dim) rows, for the features these tables serve and the batch has."""
-        present = features.keys()
+    def forward(self, features: KeyedJaggedTensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """Feature -> (ids, dim) rows, for those of the named features that these tables serve."""
         return {
             feature: self.tables[spec.module_name](features[feature].values())
             for spec in self.specs
             for feature in spec.feature_names
-            if feature in present
+            if feature in names
         }
 
     def serves(self, feature: str) -> bool:

@@ -95,7 +95,7 @@ class InBatchNegatives:
             ids_A, position_A = ids_A[is_used_A], position_A[is_used_A]
             is_used_A = is_used_A[is_used_A]
         if self.num_negatives is not None and self.num_negatives < ids_A.shape[0]:
-            chosen_M = self._choose(ids_A, is_used_A)
+            chosen_M = self._choose(ids_A, is_used_A, salt=self._salt(all_ids_A))
             ids_A, position_A = ids_A[chosen_M], position_A[chosen_M]
             is_used_A = is_used_A[chosen_M]
         own_MD = _own_rows(rows_ED, position_A - sum(counts[: own_rank()]))
@@ -113,11 +113,14 @@ class InBatchNegatives:
             send=send,
         )
 
-    def _choose(self, ids_A: Tensor, is_used_A: Tensor) -> Tensor:
+    def _salt(self, all_ids_A: Tensor) -> Tensor:
+        """A number from all events, repeats included: batches of the same items still differ."""
+        seed = _mixed(torch.full_like(all_ids_A[:1], self.seed))
+        return (_mixed(all_ids_A ^ seed) * (all_ids_A >= 0)).sum()
+
+    def _choose(self, ids_A: Tensor, is_used_A: Tensor, *, salt: Tensor) -> Tensor:
         """Where the chosen ids stand, (num_negatives,) in rising order; used ones go first."""
         assert self.num_negatives is not None
-        seed_A = torch.full_like(ids_A, self.seed)
-        salt = (_mixed(ids_A ^ _mixed(seed_A)) * is_used_A).sum()
         priority_A = _mixed(ids_A ^ salt).clamp(min=torch.iinfo(torch.int64).min + 1)
         priority_A.masked_fill_(~is_used_A, torch.iinfo(torch.int64).min)
         return priority_A.topk(self.num_negatives).indices.sort().values

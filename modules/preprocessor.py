@@ -85,7 +85,7 @@ class SequencePreprocessor(nn.Module):
                 f"a user of the batch has {batch.max_length} tokens, but max_seq_len is "
                 f"{self._max_seq_len}; raise DatasetArgs.max_history_seqlen"
             )
-        rows = {name: self._project(name, embeddings[name]) for name in self._features()}
+        rows = {name: self._project(name, embeddings[name]) for name in self.feature_names}
         layout = self._layout(batch)
         tokens_TD = interleave_rows(
             layout,
@@ -106,7 +106,8 @@ class SequencePreprocessor(nn.Module):
         tokens_TD = self.dropout(self.position(sequence).values_TD)
         return sequence.with_values(tokens_TD.to(self._dtype)), layout
 
-    def _features(self) -> list[str]:
+    @property
+    def feature_names(self) -> list[str]:
         """Features that have tokens; others, such as negatives, may be looked up beside them."""
         facts = self._facts
         action = [] if facts.action_feature_name is None else [facts.action_feature_name]

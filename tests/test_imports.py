@@ -24,7 +24,6 @@ OWNERS = {
     "torchrec": [
         "data/batch.py",
         "modules/embedding.py",
-        "modules/metrics.py",
         "training/sharding.py",
         "training/pipeline.py",
         "training/optimizer.py",

@@ -43,12 +43,14 @@ class EarlyStopping:
         if figures["num_events"] and self.metric not in figures:
             raise ValueError(
                 f"TrainerArgs.early_stopping_metric must be a figure of the validation fold, one "
-                f"of {', '.join(figures)}, got {self.metric!r}; choose one of these, or add it to "
-                "eval_metrics"
+                f"of {', '.join(figures)}, got {self.metric!r}; choose one of these"
             )
 
-    def update(self, step: int, value: float) -> bool:
+    def update(self, step: int, value: float, *, counts: bool = True) -> bool:
         """Takes in the figure of a validation; returns whether it is the best so far.
+
+        Args:
+            counts: False for an extra validation at the end, which a longer run would not have.
 
         Raises:
             ValueError: it is NaN or infinite, so that no other one is better or worse.
@@ -63,7 +65,7 @@ class EarlyStopping:
         if self.best_step is None or self._sign * (value - self.best_value) > 0:
             self.best_step, self.best_value, self.num_without_improvement = step, value, 0
             return True
-        self.num_without_improvement += 1
+        self.num_without_improvement += counts
         if self.is_over:
             logger.info("training ends after step %d: %s", step, self)
         return False

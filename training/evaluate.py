@@ -53,7 +53,10 @@ def build_evaluator(
         evaluator = RetrievalEvaluator(
             model,
             item_table=item_table(table_specs(experiment, datasets.facts), datasets.facts),
-            metric_names=experiment.retrieval.eval_metrics,
+            metric_names=(
+                *experiment.retrieval.eval_metrics,
+                experiment.trainer.early_stopping_metric or "MRR",
+            ),
             world=world,
         )
     return _Quietly(evaluator, model)

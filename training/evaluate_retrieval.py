@@ -5,7 +5,7 @@ a target add up over ranks, so ranks are exact and the table is never gathered.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -52,25 +52,29 @@ class RetrievalEvaluator:
 
     def __call__(self, loader: SequenceLoader, max_batches: int | None = None) -> dict[str, float]:
         """See ``training.evaluate.Evaluator``."""
-        similarity = self._trunk.objective.similarity
         metrics = RetrievalMetrics(self._metric_names)
+        for ranks_E, losses_E in self.ranked(loader, max_batches):
+            metrics.update(ranks_E=ranks_E, losses_E=losses_E)
+        return metrics.compute()
+
+    def ranked(
+        self, loader: SequenceLoader, max_batches: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ranks from 1, int64 (C,), and cross entropies, float64 (C,), of every batch's targets.
+
+        Those of all processes, in the order of the split. The model is in evaluation mode.
+        """
+        similarity = self._trunk.objective.similarity
         share = self._share(loader.dataset.catalogue())
         for batch in itertools.islice(loader.epoch(0), max_batches):
             questions = self._questions(batch, loader.dataset).of_all_ranks()
             num_better_C, logsumexp_U = score_share(
-                share,
-                questions,
-                similarity,
-                max_elements=_MAX_SCORES[self._world.device.type],
+                share, questions, similarity, max_elements=_MAX_SCORES[self._world.device.type]
             )
             dist.all_reduce(num_better_C)
             logsumexp_U = gather_rows(logsumexp_U).logsumexp(dim=0)
-            metrics.update(
-                ranks_E=num_better_C + 1,
-                losses_E=logsumexp_U.index_select(0, questions.target_users_C)
-                - questions.target_scores_C,
-            )
-        return metrics.compute()
+            losses_C = logsumexp_U.index_select(0, questions.target_users_C)
+            yield num_better_C + 1, losses_C - questions.target_scores_C
 
     @property
     def _trunk(self) -> RetrievalTrunk:
@@ -120,8 +124,6 @@ class RetrievalEvaluator:
             if name.startswith("tables.") and name.endswith(f".{table.module_name}.weight")
         )
         shards = sharded.local_shards()
-        if not shards:  # more ranks than rows
-            return torch.zeros(0, table.dim, device=self._world.device), 0
         (shard,) = shards
         first_id, first_column = shard.metadata.shard_offsets
         assert first_column == 0 and shard.tensor.shape[1] == table.dim, "rows must be whole"

@@ -34,8 +34,11 @@ def shard_tables(
     Gradients of the rows are summed over ranks, never averaged: the loss is normalised globally.
 
     Raises:
+        ValueError: a table has too few rows to be spread over the ranks.
         RuntimeError: no plan fits the memory of the ranks (from TorchRec's planner).
     """
+    for spec in specs:
+        _check_rows(spec, world.world_size)
     set_gradient_division(False)
     sharders = [EmbeddingCollectionSharder()]
     planner = EmbeddingShardingPlanner(
@@ -65,6 +68,17 @@ def shard_tables(
             sharders=sharders,
             init_data_parallel=False,
             init_parameters=False,
+        )
+
+
+def _check_rows(spec: TableSpec, world_size: int) -> None:
+    """TorchRec gives every rank ceil(rows / ranks) rows; its kernels cannot do without any."""
+    rows_per_rank = -(-spec.num_rows // world_size)
+    if spec.is_sharded and rows_per_rank * (world_size - 1) >= spec.num_rows:
+        raise ValueError(
+            f"EmbeddingArgs.item_vocab_size_or_capacity of table {spec.name!r} must give each of "
+            f"{world_size} ranks a row, got {spec.num_rows} ({rows_per_rank} a rank); set "
+            "EmbeddingArgs.sharding_type = 'data_parallel' for it, or start fewer processes"
         )
 
 

@@ -96,12 +96,20 @@ class TrainStep:
             parameter.grad = None
         rows = lookup_results(self._model.tables(batch.features))
         cut = {name: values.detach().requires_grad_() for name, values in rows.items()}
-        loss_sum, num_labels = self._backward_to_cut(batch, cut)
+        loss_sum, num_labels, own_square = self._backward_to_cut(batch, cut)
 
         dense = [_gradient(parameter) for parameter in self._dense.values()]
         at_cut = [_gradient(values) for values in cut.values()]
         summed = SummedGradients(dense)
-        figures = self._wait(batch, loss_sum, num_labels, dense=dense, at_cut=at_cut, summed=summed)
+        figures = self._wait(
+            batch,
+            loss_sum,
+            num_labels,
+            own_square=own_square,
+            dense=dense,
+            at_cut=at_cut,
+            summed=summed,
+        )
         if not all(math.isfinite(value) for row in figures for value in row):
             raise NonFiniteError(self._describe(step, figures, loss_sum, cut))
 
@@ -128,11 +136,12 @@ class TrainStep:
 
     def _backward_to_cut(
         self, batch: SequenceBatch, cut: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Phase 1, part after part: gradients of dense parameters and of the cut.
 
-        Returns this rank's summed loss and number of labels. The loss is divided by the labels of
-        all ranks and parts, so that a label weighs the same wherever it lands.
+        Returns this rank's summed loss, its number of labels and, where ranks share rows, the
+        squared norm of its gradients before those of other ranks came in. The loss is divided by
+        the labels of all ranks and parts, so that a label weighs the same wherever it lands.
         """
         trunk = self._model.trunk
         own_labels = trunk.num_labels(batch)
@@ -146,9 +155,13 @@ class TrainStep:
             output = trunk(part.batch, _rows_of(part, cut), shared)
             (output.loss_sum / num_labels.clamp(min=1)).backward()
             loss_sum += output.loss_sum.detach()
-        if shared is not None:
-            shared.backward()
-        return loss_sum, own_labels
+        if shared is None:
+            return loss_sum, own_labels, None
+        leaves = [*self._dense.values(), *cut.values(), shared.rows_MD]
+        own = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        own_square = _square_sum(own, like=loss_sum.double())
+        shared.backward()
+        return loss_sum, own_labels, own_square
 
     def _wait(
         self,
@@ -156,6 +169,7 @@ class TrainStep:
         loss_sum: Tensor,
         num_labels: Tensor,
         *,
+        own_square: Tensor | None,
         dense: list[Tensor],
         at_cut: list[Tensor],
         summed: SummedGradients,
@@ -168,14 +182,16 @@ class TrainStep:
         """
         loss_sum = loss_sum.double()
         cut_square = _square_sum(at_cut, like=loss_sum)
-        own_square = _square_sum(dense, like=loss_sum)
+        dense_square = _square_sum(dense, like=loss_sum)
+        if own_square is None:
+            own_square = dense_square + cut_square
         is_mixed = summed.gradients is not dense
         host_side = [loss_sum.new_full((), n) for n in (batch.num_tokens, batch.num_samples)]
         row = torch.stack(
             [
-                loss_sum + own_square + cut_square,
+                loss_sum + own_square,
                 loss_sum,
-                _square_sum(summed.gradients, like=loss_sum) if is_mixed else own_square,
+                _square_sum(summed.gradients, like=loss_sum) if is_mixed else dense_square,
                 cut_square,
                 num_labels.double(),
                 *host_side,

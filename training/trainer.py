@@ -291,9 +291,8 @@ class Trainer:
         compared with the best ones.
         """
         trainer, stopping = self.experiment.trainer, self.early_stopping
-        is_due = step % trainer.eval_interval == 0
-        if step == self.num_steps:
-            is_due = stopping is not None
+        is_regular = step % trainer.eval_interval == 0
+        is_due = stopping is not None if step == self.num_steps else is_regular
         if not (is_due and self._validates()):
             return False
         figures = self.evaluate("validation", max_batches=trainer.max_eval_iters)
@@ -302,7 +301,7 @@ class Trainer:
             return False
         # One rank decides: on mixed hardware figures may differ in their last digit.
         value = figures.get(stopping.metric, math.nan)
-        return stopping.update(step, from_main(value, world=self.world))
+        return stopping.update(step, from_main(value, world=self.world), counts=is_regular)
 
     def _save(self, step: int) -> None:
         assert self.folder is not None

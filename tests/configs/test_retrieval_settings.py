@@ -111,3 +111,41 @@ def test_one_history_event_predicts_nothing(refusal: Refusal) -> None:
         task="retrieval",
     )
     assert "at least 2 history events" in message and "got 1" in message
+
+
+def test_positions_of_items_and_actions_need_a_row_each(load: Load, refusal: Refusal) -> None:
+    buckets = "NetworkArgs.num_position_buckets = 7"
+    message = refusal(buckets, without=(HEAD,), task="retrieval")
+    assert "must be >= 8" in message and "got 7" in message
+    alone = f"{buckets}\nDatasetArgs.use_actions = False"
+    assert load(alone, without=(HEAD,), task="retrieval").network.num_position_buckets == 7
+    without = "NetworkArgs.num_position_buckets = 1\nNetworkArgs.use_position_embedding = False\n"
+    bias = "NetworkArgs.use_relative_position_bias = True"
+    assert load(without + bias, without=(HEAD,), task="retrieval")
+
+
+def test_candidates_count_for_nothing_where_one_event_is_held_out(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    held_out = "DatasetArgs.split = 'leave_one_out'"
+    experiment = load(held_out, without=(HEAD,), task="retrieval")
+    assert experiment.max_seq_len == 5 + 2 * 50 + 1
+    assert any("max_num_candidates" in text and "no effect" in text for text in caplog.messages)
+    assert load(held_out).max_seq_len == 5 + 2 * 50 + 5
+
+
+@pytest.mark.parametrize(("metric", "hint"), [("HR@10", "hr@10"), ("ndcg10", "ndcg@10")])
+def test_a_metric_hint_is_one_of_the_task(refusal: Refusal, metric: str, hint: str) -> None:
+    message = refusal(
+        f"TrainerArgs.early_stopping_metric = '{metric}'", without=(HEAD,), task="retrieval"
+    )
+    assert f"did you mean '{hint}'?" in message
+
+
+def test_a_known_order_is_not_shuffled(refusal: Refusal) -> None:
+    message = refusal(
+        "DatasetArgs.dataset_name = 'kuairand-1k'\nDatasetArgs.shuffle_ties = True",
+        without=(HEAD, "DatasetArgs.dataset_name"),
+        task="retrieval",
+    )
+    assert "shuffle_ties must be False for kuairand-1k" in message

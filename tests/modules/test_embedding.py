@@ -22,7 +22,7 @@ def test_replicated_rows_come_in_batch_order() -> None:
         values=torch.tensor([5, 0, 0, 3, 3]),
         lengths=torch.tensor([1, 0, 1, 1, 0, 2]),
     )
-    rows = tables(features)
+    rows = tables(features, ["a", "b", "c"])
     shared = tables.tables["table_t"].weight
     assert torch.equal(rows["a"], shared[[0, 0]])
     assert torch.equal(rows["b"], shared[[3, 3]])
@@ -35,7 +35,7 @@ def test_id_zero_is_an_ordinary_row() -> None:
     features = KeyedJaggedTensor.from_lengths_sync(
         keys=["a"], values=torch.tensor([0]), lengths=torch.tensor([1, 0, 0])
     )
-    tables(features)["a"].sum().backward()
+    tables(features, ["a"])["a"].sum().backward()
     gradient = tables.tables["table_t"].weight.grad
     assert gradient is not None
     assert gradient[0].abs().sum() > 0

@@ -84,6 +84,17 @@ def test_another_seed_or_other_items_give_another_choice() -> None:
     assert chosen[0] != chosen[2]
 
 
+def test_batches_of_the_same_items_still_choose_differently() -> None:
+    """A dense batch may hold the whole catalogue in every step: only the repeats differ then."""
+    ids = torch.arange(200)
+    chosen = set()
+    for repeated in range(5):
+        ids_E = torch.cat([ids, torch.tensor([repeated])])
+        negatives = InBatchNegatives(num_negatives=50)(ids_E, table_rows(ids_E.tolist()))
+        chosen.add(tuple(negatives.ids_M.tolist()))
+    assert len(chosen) == 5
+
+
 @pytest.mark.parametrize("drops_repeats", [True, False])
 def test_fewer_items_than_asked_for_are_all_taken(drops_repeats: bool) -> None:
     asked = InBatchNegatives(num_negatives=6, drops_repeats=drops_repeats)
