@@ -119,4 +119,13 @@ def hstu_attention(
             "hstu_attention(backend) must be a backend's name, got 'auto'; "
             "ask choose_backend once, when the model is built"
         )
-    raise refuse_unavailable(backend, field="hstu_attention(backend)") or AssertionError(backend)
+    refusal = refuse_unavailable(
+        backend, field="hstu_attention(backend)", device_type=q_THA.device.type
+    )
+    if refusal is None and backend == "triton":
+        from ops.hstu_attention import triton_impl  # not at the top: triton may be absent
+
+        return triton_impl.hstu_attention(
+            q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
+        )
+    raise refusal or AssertionError(backend)

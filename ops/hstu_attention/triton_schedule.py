@@ -1,0 +1,156 @@
+"""The order in which the attention kernels visit their blocks: made on the device, without a wait.
+
+A block is BLOCK consecutive rows (or keys) of one user. Its level is its number, so under a causal
+mask the work of a row block grows with its level, and that of key block j is as large as that of
+row block (number of blocks - 1 - j): one table serves both.
+
+    chunk   users whose first row falls into the same `chunk_rows` rows: their keys and values of
+            one head stay in the L2 cache while the chunk runs
+    order   chunk by chunk; inside one highest level (longest work) first; inside a level by user
+
+So lengths of any skew end evenly, whatever order the users came in. The kernels run the whole list
+once a head. The list is sized by what the host knows: at most T // BLOCK + B blocks.
+
+Layout, int32: [number of blocks, user 0, level 0, user 1, level 1, ...]; the rest is not written.
+"""
+
+# ruff: noqa: ANN001  a kernel's arguments are device values without a Python type
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_L2_BYTES = 24 << 20  # half of a Hopper's L2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Blocks of one size in the order they should start."""
+
+    table: Tensor
+    """int32, as the module docstring lays it out."""
+    max_blocks: int
+    """Upper bound of the number of blocks that needs no look at the offsets."""
+
+
+def build_schedule(
+    seq_offsets: Tensor,
+    *,
+    num_rows: int,
+    max_seq_len: int,
+    block: int,
+    bytes_per_row: int,
+    contextuals: Tensor | None,
+    candidates: Tensor | None,
+) -> Schedule:
+    """Return the schedule of a batch.
+
+    Args:
+        seq_offsets: (B + 1,) on the device.
+        num_rows: T.
+        max_seq_len: a longer sequence, an offset that falls or passes T, and counts that do not fit
+            their sequence stop the device with an assertion (the host never reads them).
+        block: rows of a block.
+        bytes_per_row: bytes of one key and one value row of one head.
+        contextuals: (B,) or None.
+        candidates: (B,) or None.
+    """
+    num_users = seq_offsets.numel() - 1
+    max_blocks = num_rows // block + num_users
+    table = torch.empty(1 + 2 * max_blocks, dtype=torch.int32, device=seq_offsets.device)
+    chunk_rows = max(_L2_BYTES // bytes_per_row, block)
+    users_per_step = min(1024, max(16, triton.next_power_of_2(num_users)))
+    grid = (-(-max_seq_len // block), num_rows // chunk_rows + 1)
+    _schedule_kernel[grid](
+        seq_offsets,
+        contextuals,
+        candidates,
+        table,
+        num_users,
+        num_rows,
+        max_seq_len,
+        chunk_rows,
+        BLOCK=block,
+        USERS=users_per_step,
+        num_warps=4,
+    )
+    return Schedule(table=table, max_blocks=max_blocks)
+
+
+@triton.jit
+def _sum(x):
+    return tl.reduce(x, 0, tl.standard._sum_combine)
+
+
+@triton.jit
+def _num_blocks(offsets_ptr, users, num_users, BLOCK: tl.constexpr):
+    start = tl.load(offsets_ptr + users, mask=users < num_users, other=0).to(tl.int64)
+    end = tl.load(offsets_ptr + users + 1, mask=users < num_users, other=0).to(tl.int64)
+    return start, ((end - start + BLOCK - 1) // BLOCK).to(tl.int32), (end - start).to(tl.int32)
+
+
+@triton.jit(debug=True, do_not_specialize=["num_users", "num_rows", "max_seq_len"])
+def _schedule_kernel(
+    offsets_ptr,
+    contextuals_ptr,
+    candidates_ptr,
+    table_ptr,
+    num_users,
+    num_rows,
+    max_seq_len,
+    chunk_rows,
+    BLOCK: tl.constexpr,
+    USERS: tl.constexpr,
+):
+    """Write the blocks of one level of one chunk to their places."""
+    level = tl.program_id(0)
+    chunk = tl.program_id(1)
+    lane = tl.arange(0, USERS)
+    before = tl.program_id(0) * 0
+    total = before
+    for first_user in range(0, num_users, USERS):
+        users = first_user + lane
+        start, blocks, length = _num_blocks(offsets_ptr, users, num_users, BLOCK)
+        own = start // chunk_rows
+        higher = tl.where(own == chunk, tl.maximum(blocks - level - 1, 0), 0)
+        before += _sum(tl.where(own < chunk, blocks, higher))
+        total += _sum(blocks)
+        if (level == 0) & (chunk == 0):
+            _check(
+                contextuals_ptr,
+                candidates_ptr,
+                users,
+                num_users,
+                start,
+                length,
+                num_rows,
+                max_seq_len,
+            )
+    for first_user in range(0, num_users, USERS):
+        users = first_user + lane
+        start, blocks, _ = _num_blocks(offsets_ptr, users, num_users, BLOCK)
+        emits = (start // chunk_rows == chunk) & (blocks > level)
+        rank = tl.associative_scan(emits.to(tl.int32), 0, tl.standard._sum_combine)
+        place = table_ptr + 1 + 2 * (before + rank - 1)
+        tl.store(place, users, mask=emits)
+        tl.store(place + 1, lane * 0 + level, mask=emits)
+        before += _sum(emits.to(tl.int32))
+    if (level == 0) & (chunk == 0):
+        tl.store(table_ptr, total)
+
+
+@triton.jit
+def _check(contextuals_ptr, candidates_ptr, users, num_users, start, length, num_rows, max_seq_len):
+    is_user = users < num_users
+    taken = length * 0
+    if contextuals_ptr is not None:
+        taken += tl.load(contextuals_ptr + users, mask=is_user, other=0).to(tl.int32)
+    if candidates_ptr is not None:
+        taken += tl.load(candidates_ptr + users, mask=is_user, other=0).to(tl.int32)
+    tl.device_assert(length >= 0, "hstu_attention: seq_offsets must not fall")
+    tl.device_assert(start + length <= num_rows, "hstu_attention: seq_offsets pass the rows of q")
+    tl.device_assert(length <= max_seq_len, "hstu_attention: a sequence is longer than max_seq_len")
+    tl.device_assert(taken <= length, "hstu_attention: more contextuals and candidates than tokens")

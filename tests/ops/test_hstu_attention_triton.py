@@ -1,0 +1,579 @@
+"""The triton backend of the attention op against the float64 oracle.
+
+On a machine without a GPU the kernels run in Triton's interpreter on CPU tensors; with one, this
+same file runs them compiled.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.hstu_attention import available_backends, choose_backend, hstu_attention
+from ops.hstu_attention.dispatch import CallShape
+from ops.jagged import lengths_to_offsets
+from tests.ops.test_hstu_attention import CASES, Case
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = DEVICE == "cpu"
+NUM_HEADS = 2
+
+
+def _import_kernels() -> Any:
+    """Import the kernels, in Triton's interpreter when there is no GPU; leave no trace of it."""
+    before = os.environ.get("TRITON_INTERPRET")
+    if INTERPRETED:
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        from triton.runtime import interpreter
+
+        from ops.hstu_attention import triton_impl
+    finally:
+        if INTERPRETED and before is None:
+            del os.environ["TRITON_INTERPRET"]
+    if INTERPRETED:
+        original = interpreter._patch_lang_tensor
+
+        def patched(tensor: Any, scope: Any) -> None:
+            # numpy 2.4 no longer turns the interpreter's arrays of one element into an int
+            original(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+        interpreter._patch_lang_tensor = patched
+    return triton_impl
+
+
+triton_impl = _import_kernels()
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+HOSTILE = Case(
+    (0, 1, 15, 16, 17, 63, 0, 64, 65, 129),
+    (0, 0, 2, 0, 3, 2, 0, 0, 40, 2),
+    (0, 1, 0, 16, 5, 7, 0, 33, 3, 40),
+)
+MIXED = ((70, 0, 1, 33), (2, 0, 0, 2), (20, 0, 1, 7))
+TRITON_CASES = {
+    "hostile_lengths": HOSTILE,
+    "plain_causal": Case((70, 33, 16, 1, 0), (0,) * 5, (0,) * 5),
+    "causal_contextual": Case(*MIXED, {"disable_contextual_mask": True}),
+    "groups_of_3": Case(*MIXED, {"target_group_size": 3}),
+    "one_group": Case(*MIXED, {"target_group_size": 100}),
+    "all_candidates": Case((3, 5), (0, 0), (3, 5)),
+    "some_all_candidates": Case((3, 40), (0, 0), (0, 40)),
+    "contextual_and_candidates_only": Case((5, 40), (2, 20), (3, 20)),
+    "contextual_only": Case((2, 35), (2, 35), (0, 0)),
+    "many_contextuals": Case((70, 40), (37, 33), (3, 0)),
+    "not_causal": Case((40, 0, 1, 50), (2, 0, 0, 1), (0, 0, 0, 0), {"is_causal": False}),
+    "window": Case(*MIXED, {"attention_window": 3, "target_group_size": 2}),
+    "wide_window": Case(*MIXED, {"attention_window": 40}),
+    "window_causal_contextual": Case(
+        *MIXED, {"attention_window": 2, "disable_contextual_mask": True}
+    ),
+    "window_not_causal": Case((60, 6), (2, 0), (0, 0), {"is_causal": False, "attention_window": 5}),
+    "position_bias": Case(*MIXED, {"target_group_size": 2}, position_bias=True),
+    "time_bias": Case(*MIXED, time_bias=True),
+    "all_at_once": Case(
+        *MIXED,
+        {"attention_window": 5, "target_group_size": 2},
+        position_bias=True,
+        time_bias=True,
+    ),
+    "no_user_with_tokens": Case((0, 0), (0, 0), (0, 0), position_bias=True, time_bias=True),
+}
+
+
+def make_inputs(
+    case: Case,
+    *,
+    dtype: torch.dtype = torch.float32,
+    extra_rows: int = 0,
+    attention_dim: int = 32,
+    linear_dim: int = 32,
+) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:
+    """Return the differentiable leaves (rounded to dtype), the other arguments, (A, V)."""
+    generator = torch.Generator().manual_seed(5)
+    num_rows = sum(case.lengths) + extra_rows
+    width = 2 * (attention_dim + linear_dim)
+    leaves = {"uvqk": torch.randn(num_rows, NUM_HEADS * width, generator=generator)}
+    if case.position_bias:
+        leaves["position_bias"] = torch.randn(NUM_HEADS, 7, generator=generator)
+    if case.time_bias:
+        leaves["time_bias"] = torch.randn(NUM_HEADS, 40, generator=generator)
+    arguments = {
+        "seq_offsets": lengths_to_offsets(torch.tensor(case.lengths)).to(DEVICE),
+        "num_contextuals": torch.tensor(case.contextuals).to(DEVICE),
+        "num_candidates": torch.tensor(case.candidates).to(DEVICE),
+        "max_seq_len": 300,
+        "scaling_seqlen": 7.0,
+        "timestamps": torch.randint(0, 10**6, (num_rows,), generator=generator).to(DEVICE),
+        **case.options,
+    }
+    leaves = {name: leaf.to(DEVICE, dtype).requires_grad_() for name, leaf in leaves.items()}
+    return leaves, arguments, (attention_dim, linear_dim)
+
+
+def attend(
+    leaves: dict[str, Tensor], arguments: dict[str, Any], dims: tuple[int, int], backend: str
+) -> Tensor:
+    """Call the op on strided views of one fused head-major tensor."""
+    attention_dim, linear_dim = dims
+    heads = leaves["uvqk"].view(-1, NUM_HEADS, 2 * (attention_dim + linear_dim))
+    widths = [linear_dim, linear_dim, attention_dim, attention_dim]
+    _, v_THV, q_THA, k_THA = heads.split(widths, dim=-1)
+    tables = {name: leaf for name, leaf in leaves.items() if name != "uvqk"}
+    return hstu_attention(q_THA, k_THA, v_THV=v_THV, backend=backend, **tables, **arguments)
+
+
+def gradients(out: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    weights = weights.to(out.device, out.dtype)
+    return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), weights), strict=True))
+
+
+def run(
+    leaves: dict[str, Tensor], arguments: dict[str, Any], dims: tuple[int, int], backend: str
+) -> dict[str, Tensor]:
+    """Return output and all gradients of one backend."""
+    out = attend(leaves, arguments, dims, backend)
+    return {"out": out.detach(), **gradients(out, leaves)}
+
+
+def oracle(
+    leaves: dict[str, Tensor], arguments: dict[str, Any], dims: tuple[int, int]
+) -> dict[str, Tensor]:
+    """Return output and all gradients in float64 on the CPU."""
+    exact = {name: leaf.detach().cpu().double().requires_grad_() for name, leaf in leaves.items()}
+    moved = {
+        name: value.cpu() if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+    return run(exact, moved, dims, "reference")
+
+
+def assert_as_exact_as_pytorch(
+    actual: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
+) -> None:
+    """Each error at most 1.5 times that of the pytorch backend in the same dtype, and round-off."""
+    for name, expected in exact.items():
+        if not expected.numel():
+            continue
+        unit = torch.finfo(plain[name].dtype).eps * float(expected.abs().max())
+        error = (actual[name].cpu().double() - expected).norm()
+        allowed = 1.5 * (plain[name].cpu().double() - expected).norm()
+        terms = 2.0 if "bias" in name else 0.25  # a table entry sums thousands of pairs
+        slack = terms * unit * expected.numel() ** 0.5
+        assert error <= allowed + slack, (name, float(error), float(allowed), float(slack))
+        worst = float((actual[name].cpu().double() - expected).abs().max())
+        assert worst <= (32 if "bias" in name else 8) * unit + 1e-30, (name, worst, unit)
+
+
+# the kernel of dQ shares its mask code with the forward: a few cases do where each costs seconds
+DETERMINISTIC_CASES = (
+    ("hostile_lengths", "window_not_causal", "one_group", "all_at_once", "no_user_with_tokens")
+    if INTERPRETED
+    else tuple(TRITON_CASES)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "deterministic"),
+    [(name, False) for name in TRITON_CASES] + [(name, True) for name in DETERMINISTIC_CASES],
+)
+def test_every_mask_and_bias_against_the_oracle(name: str, deterministic: bool) -> None:
+    case = TRITON_CASES[name]
+    inputs = make_inputs(case)
+    inputs[1]["deterministic"] = deterministic
+    exact = oracle(*inputs)
+    assert_as_exact_as_pytorch(run(*inputs, "triton"), run(*inputs, "pytorch"), exact)
+    if sum(case.lengths):
+        assert all(value.abs().sum() > 0 for value in exact.values())
+
+
+LOW_PRECISION = Case((40, 0, 35), (2, 0, 2), (5, 0, 7), position_bias=True, time_bias=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_error_is_that_of_the_dtype(dtype: torch.dtype) -> None:
+    inputs = make_inputs(LOW_PRECISION, dtype=dtype)
+    actual, plain = run(*inputs, "triton"), run(*inputs, "pytorch")
+    assert {name: value.dtype for name, value in actual.items()} == dict.fromkeys(actual, dtype)
+    assert_as_exact_as_pytorch(actual, plain, oracle(*inputs))
+
+
+HEAD_DIMS = [(32, 64), (64, 32), (64, 64), (96, 96), (128, 128), (256, 256), (96, 256), (16, 48)]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HEAD_CASES = [(*dims, name) for name in DTYPES for dims in HEAD_DIMS]
+if INTERPRETED:  # it multiplies in FP32 whatever the dtype: little to learn from all of them
+    HEAD_CASES = [case for case in HEAD_CASES if case[2] == "float32" or case[0] == case[1] == 96]
+
+
+@pytest.mark.parametrize(("attention_dim", "linear_dim", "dtype"), HEAD_CASES)
+def test_head_dims(attention_dim: int, linear_dim: int, dtype: str) -> None:
+    case = Case((33,), (2,), (4,)) if INTERPRETED else Case((150, 33, 300), (2, 0, 1), (4, 0, 70))
+    inputs = make_inputs(
+        case, dtype=DTYPES[dtype], attention_dim=attention_dim, linear_dim=linear_dim
+    )
+    plain, exact = run(*inputs, "pytorch"), oracle(*inputs)
+    for deterministic in (True,) if INTERPRETED and dtype == "float32" else (False, True):
+        inputs[1]["deterministic"] = deterministic
+        assert_as_exact_as_pytorch(run(*inputs, "triton"), plain, exact)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_plain_rule(width: int, dtype: torch.dtype) -> None:
+    """Causal and nothing else, what the Hopper kernels take; poisoned rows behind the last user."""
+    if INTERPRETED and dtype == torch.float16:
+        pytest.skip("the interpreter multiplies in FP32 whatever the dtype")
+    lengths = (0, 1, 33, 16, 0) if INTERPRETED else (0, 1, 129, 128, 127, 64, 700, 0, 65, 300) * 20
+    case = Case(lengths, (0,) * len(lengths), (0,) * len(lengths), {"max_seq_len": 700})
+    leaves, arguments, dims = make_inputs(
+        case, dtype=dtype, extra_rows=71, attention_dim=width, linear_dim=width
+    )
+    arguments["num_contextuals"] = arguments["num_candidates"] = None
+    num_tokens = sum(lengths)
+    exact = oracle(leaves, arguments, dims)
+    with torch.no_grad():
+        leaves["uvqk"][num_tokens:] = float("nan")
+    plain = run(leaves, arguments, dims, "pytorch")
+    for deterministic in (False,) if INTERPRETED else (False, True):
+        arguments["deterministic"] = deterministic
+        actual = run(leaves, arguments, dims, "triton")
+        for value in actual.values():
+            assert torch.equal(value[num_tokens:], torch.zeros_like(value[num_tokens:]))
+        assert_as_exact_as_pytorch(actual, plain, exact)
+    if not INTERPRETED:
+        again = run(leaves, arguments, dims, "triton")
+        assert all(torch.equal(again[name], actual[name]) for name in again)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_past_the_last_offset_are_zero_and_never_read(deterministic: bool) -> None:
+    case = Case((33, 0, 20), (2, 0, 0), (4, 0, 0), position_bias=True, time_bias=True)
+    clean = make_inputs(case)
+    leaves, arguments, dims = make_inputs(case, extra_rows=71)
+    num_tokens = sum(case.lengths)
+    with torch.no_grad():
+        leaves["uvqk"][:num_tokens] = clean[0]["uvqk"]
+        leaves["uvqk"][num_tokens:] = float("nan")
+        for name in ("position_bias", "time_bias"):
+            leaves[name].copy_(clean[0][name])
+    arguments["timestamps"][:num_tokens] = clean[1]["timestamps"]
+    arguments["deterministic"] = clean[1]["deterministic"] = deterministic
+    out = attend(leaves, arguments, dims, "triton")
+    weights = torch.ones_like(out)
+    weights[num_tokens:] = float("nan")
+    grads = torch.autograd.grad(out, list(leaves.values()), weights)
+    clean_out = attend(*clean, "triton")
+    clean_grads = torch.autograd.grad(
+        clean_out, list(clean[0].values()), torch.ones_like(clean_out)
+    )
+    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+    assert torch.equal(grads[0][num_tokens:], torch.zeros_like(grads[0][num_tokens:]))
+    assert torch.equal(out[:num_tokens], clean_out)
+    torch.testing.assert_close(grads[0][:num_tokens], clean_grads[0])
+    torch.testing.assert_close(grads[1:], clean_grads[1:])
+
+
+def test_uninitialised_memory_is_never_read() -> None:
+    case = Case((0, 1, 17, 65), (0, 0, 3, 2), (0, 1, 5, 20)) if INTERPRETED else HOSTILE
+    inputs = make_inputs(case, extra_rows=3)
+    torch.use_deterministic_algorithms(True)  # fills every torch.empty with NaN
+    try:
+        results = [
+            run(inputs[0], inputs[1] | {"deterministic": d}, inputs[2], "triton")
+            for d in (False, True)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for result in results:
+        for name, value in result.items():
+            assert torch.isfinite(value).all(), name
+
+
+def test_a_batch_mate_of_nan_poisons_nobody() -> None:
+    leaves, arguments, dims = make_inputs(Case((33, 17, 20), (2, 0, 0), (4, 0, 3)))
+    expected = run(leaves, arguments, dims, "triton")
+    with torch.no_grad():
+        leaves["uvqk"][33:50] = float("nan")
+    out = attend(leaves, arguments, dims, "triton")
+    weights = torch.ones_like(out)
+    (grad,) = torch.autograd.grad(out, [leaves["uvqk"]], weights)
+    for rows in (slice(0, 33), slice(50, 70)):
+        assert torch.equal(out[rows], expected["out"][rows])
+        assert torch.isfinite(grad[rows]).all()
+    assert torch.isnan(out[33:50]).any()
+
+
+def test_an_empty_batch_has_zero_gradients_not_none() -> None:
+    leaves, arguments, dims = make_inputs(TRITON_CASES["no_user_with_tokens"])
+    attend(leaves, arguments, dims, "triton").sum().backward()
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None, name
+        assert leaf.grad.abs().sum() == 0
+
+
+def _alone(
+    leaves: dict[str, Tensor], arguments: dict[str, Any], user: int
+) -> tuple[dict[str, Tensor], dict[str, Any], slice]:
+    offsets = arguments["seq_offsets"].tolist()
+    rows = slice(offsets[user], offsets[user + 1])
+    alone = arguments | {
+        "seq_offsets": torch.tensor([0, rows.stop - rows.start], device=DEVICE),
+        "num_contextuals": arguments["num_contextuals"][user : user + 1],
+        "num_candidates": arguments["num_candidates"][user : user + 1],
+        "timestamps": arguments["timestamps"][rows],
+    }
+    return leaves | {"uvqk": leaves["uvqk"][rows]}, alone, rows
+
+
+def test_a_user_does_not_depend_on_batch_mates() -> None:
+    leaves, arguments, dims = make_inputs(TRITON_CASES["all_at_once"])
+    together = attend(leaves, arguments, dims, "triton")
+    for user in range(len(MIXED[0])):
+        alone_leaves, alone, rows = _alone(leaves, arguments, user)
+        out = attend(alone_leaves, alone, dims, "triton")
+        assert torch.equal(out, together[rows])
+
+
+def test_permuting_users_permutes_outputs_and_gradients() -> None:
+    leaves, arguments, dims = make_inputs(TRITON_CASES["groups_of_3"])
+    arguments["deterministic"] = True
+    (expected,) = torch.autograd.grad(
+        attend(leaves, arguments, dims, "triton").square().sum(), [leaves["uvqk"]]
+    )
+    order = torch.tensor([3, 2, 0, 1])
+    offsets = arguments["seq_offsets"].cpu()
+    rows = torch.cat([torch.arange(int(offsets[u]), int(offsets[u + 1])) for u in order]).to(DEVICE)
+    permuted = arguments | {
+        "seq_offsets": lengths_to_offsets(offsets.diff()[order]).to(DEVICE),
+        "num_contextuals": arguments["num_contextuals"][order.to(DEVICE)],
+        "num_candidates": arguments["num_candidates"][order.to(DEVICE)],
+        "timestamps": arguments["timestamps"][rows],
+    }
+    moved = {"uvqk": leaves["uvqk"].detach()[rows].requires_grad_()}
+    (grad,) = torch.autograd.grad(
+        attend(moved, permuted, dims, "triton").square().sum(), [moved["uvqk"]]
+    )
+    assert torch.equal(grad, expected[rows])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16] if INTERPRETED else [torch.float32, torch.bfloat16]
+)
+def test_deterministic_is_bit_equal(dtype: torch.dtype) -> None:
+    inputs = make_inputs(LOW_PRECISION, dtype=dtype)
+    inputs[1]["deterministic"] = True
+    first = run(*inputs, "triton")
+    for _ in range(1 if INTERPRETED else 5):
+        again = run(*inputs, "triton")
+        for name, value in first.items():
+            assert torch.equal(value, again[name]), name
+
+
+def test_no_candidate_or_later_event_leaks() -> None:
+    """2 context + 30 history + 3 candidates, outputs and input gradients (S15)."""
+    leaves, arguments, dims = make_inputs(
+        Case((35,), (2,), (3,), {"disable_contextual_mask": True})
+    )
+    out = attend(leaves, arguments, dims, "triton")
+    for row in (5, 31, 32, 33, 34):
+        (grad,) = torch.autograd.grad(out[row].sum(), [leaves["uvqk"]], retain_graph=True)
+        reached = set(grad.abs().sum(1).nonzero().flatten().tolist())
+        assert reached == (set(range(row + 1)) if row < 32 else {*range(32), row})
+
+
+def test_time_buckets_are_exact_at_their_boundaries() -> None:
+    """One query row and columns at every boundary, one second less, and one more."""
+    from ops.hstu_attention.time_buckets import time_bucket_boundaries
+
+    boundaries = [b for b in time_bucket_boundaries(64, torch.device("cpu")).tolist() if b < 2**61]
+    elapsed = sorted({0, *boundaries, *(b - 1 for b in boundaries), *(b + 1 for b in boundaries)})
+    times = torch.tensor([elapsed[-1] - d for d in reversed(elapsed)])
+    num_tokens = len(elapsed)
+    q = torch.zeros(num_tokens, 1, 32, device=DEVICE)
+    v = torch.eye(num_tokens, 256, device=DEVICE)[:, None]
+    table = (1.0 + torch.arange(64.0, device=DEVICE))[None]
+    out = hstu_attention(
+        q,
+        q,
+        v_THV=v,
+        seq_offsets=torch.tensor([0, num_tokens], device=DEVICE),
+        max_seq_len=num_tokens,
+        scaling_seqlen=1.0,
+        timestamps=times.to(DEVICE),
+        time_bias=table,
+        backend="triton",
+    )
+    buckets = torch.tensor(elapsed).clamp(min=1).double().log().div(0.301).floor().clamp(max=63)
+    score = 1.0 + buckets
+    expected = (score * torch.sigmoid(score)).float()
+    torch.testing.assert_close(
+        out[-1, 0, :num_tokens].cpu().flip(0), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_scaling_seqlen_may_be_a_tensor() -> None:
+    inputs = make_inputs(TRITON_CASES["plain_causal"])
+    number = run(*inputs, "triton")
+    inputs[1]["scaling_seqlen"] = torch.tensor(7.0, device=DEVICE)
+    tensor = run(*inputs, "triton")
+    for name, value in number.items():
+        torch.testing.assert_close(tensor[name], value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_of_either_integer_type(dtype: torch.dtype) -> None:
+    inputs = make_inputs(TRITON_CASES["all_at_once"])
+    expected = attend(*inputs, "triton")
+    for name in ("seq_offsets", "num_contextuals", "num_candidates", "timestamps"):
+        inputs[1][name] = inputs[1][name].to(dtype)
+    assert torch.equal(attend(*inputs, "triton"), expected)
+
+
+def test_missing_counts_are_zeros() -> None:
+    inputs = make_inputs(TRITON_CASES["plain_causal"])
+    expected = run(*inputs, "triton")
+    inputs[1]["num_contextuals"] = inputs[1]["num_candidates"] = None
+    actual = run(*inputs, "triton")
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value)
+
+
+def test_a_head_dim_that_is_not_contiguous_is_copied() -> None:
+    leaves, arguments, dims = make_inputs(TRITON_CASES["plain_causal"])
+    q = torch.randn(NUM_HEADS, 32, leaves["uvqk"].shape[0], device=DEVICE).permute(2, 0, 1)
+    arguments.pop("num_contextuals"), arguments.pop("num_candidates")
+    results = [
+        hstu_attention(x, x, v_THV=x, backend="triton", **arguments) for x in (q, q.contiguous())
+    ]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("message", "dims", "dtype"),
+    [
+        ("attention_dim must be 1 to 256.*got 257", (257, 32), torch.float32),
+        ("linear_dim must be 1 to 256.*got 512", (32, 512), torch.float32),
+        ("dtype must be one of float32.*got torch.float64", (32, 32), torch.float64),
+    ],
+)
+def test_unsupported_calls_are_refused_by_name(
+    message: str, dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    inputs = make_inputs(
+        CASES["plain_causal"], dtype=dtype, attention_dim=dims[0], linear_dim=dims[1]
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        attend(*inputs, "triton")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a device assertion ends the process's CUDA context")
+def test_the_device_checks_what_the_host_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    debugging = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", debugging)
+    monkeypatch.setattr("ops.hstu_attention.checks._check_values", lambda *_: None)
+    monkeypatch.setattr("ops.hstu_attention.checks.check_offsets", lambda *_, **__: None)
+    inputs = make_inputs(Case((5, 4), (0, 0), (3, 0)))
+    for change in (
+        {"max_seq_len": 4},
+        {"num_candidates": torch.tensor([0, 5])},
+        {"seq_offsets": torch.tensor([0, 5, 12])},
+    ):
+        with pytest.raises(Exception, match=r"longer than max_seq_len|than tokens|pass the rows"):
+            attend(inputs[0], inputs[1] | change, inputs[2], "triton")
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    inputs = make_inputs(TRITON_CASES["all_at_once"])
+    run(*inputs, "triton")
+    weights = torch.ones_like(attend(*inputs, "triton"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for deterministic in (False, True):
+            inputs[1]["deterministic"] = deterministic
+            out = attend(*inputs, "triton")
+            torch.autograd.grad(out, list(inputs[0].values()), weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    """The last user of a tensor that 32-bit indices cannot reach (S16)."""
+    num_rows, lengths = 2**21 + 64, (2**21 - 200, 0, 264)
+    fused = torch.zeros(num_rows, 4 * 288, dtype=torch.bfloat16, device=DEVICE)
+    tail = slice(num_rows - 264, num_rows)
+    fused[tail] = torch.randn(264, 4 * 288, device=DEVICE, dtype=torch.bfloat16)
+    offsets = [0, *(300 * i for i in range(1, 6990)), 2**21 - 200, num_rows]
+    heads = fused.view(num_rows, 4, 288)
+    out = hstu_attention(
+        heads[..., :96],
+        heads[..., 96:192],
+        v_THV=heads[..., 192:],
+        seq_offsets=torch.tensor(offsets, device=DEVICE),
+        max_seq_len=512,
+        scaling_seqlen=7.0,
+        backend="triton",
+    )
+    assert sum(lengths) == num_rows
+    small = fused[tail].view(264, 4, 288)
+    expected = hstu_attention(
+        small[..., :96],
+        small[..., 96:192],
+        v_THV=small[..., 192:],
+        seq_offsets=torch.tensor([0, 264], device=DEVICE),
+        max_seq_len=512,
+        scaling_seqlen=7.0,
+        backend="triton",
+    )
+    assert torch.equal(out[tail], expected)
+
+
+def test_where_triton_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_backend("triton", device_type="cuda") == "triton"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(NotImplementedError, match="need a CUDA device.*TRITON_INTERPRET"):
+        choose_backend("triton", device_type="cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_backend("triton", device_type="cpu") == "triton"
+
+
+def test_auto_picks_triton_on_cuda_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ops.hstu_attention.dispatch._announced", set())
+    with caplog.at_level("INFO", logger="ops.hstu_attention.dispatch"):
+        assert choose_backend("auto", device_type="cuda") == "triton"
+        assert choose_backend("auto", device_type="cpu") == "pytorch"
+    assert '"auto" runs "triton" on cuda' in caplog.text
+
+
+def test_head_dims_are_refused_when_the_model_is_built() -> None:
+    shape = CallShape(attention_dim=512, linear_dim=64, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="attention_dim must be 1 to 256.*got 512"):
+        choose_backend("triton", device_type="cuda", shape=shape)
+    assert choose_backend("auto", device_type="cuda", shape=shape) == "pytorch"
+
+
+def test_without_triton_the_refusal_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.hstu_attention.dispatch.find_spec", lambda name: None)
+    assert "triton is not installed" in str(available_backends("cuda")["triton"])
+    with pytest.raises(NotImplementedError, match="package triton is not installed"):
+        choose_backend("triton", device_type="cuda")
+    assert choose_backend("auto", device_type="cuda") == "pytorch"
