@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ops.hstu_attention import choose_backend
+import torch
+
+from ops.hstu_attention import CallShape, choose_backend
 
 if TYPE_CHECKING:
     from configs.schema import NetworkArgs
@@ -77,7 +79,15 @@ class HSTUConfig:
             num_heads=network.num_attention_heads,
             attention_dim=network.kv_channels,
             linear_dim=network.kv_channels if linear_dim is None else linear_dim,
-            attention_backend=choose_backend(network.kernel_backend, device_type=device_type),
+            attention_backend=choose_backend(
+                network.kernel_backend,
+                device_type=device_type,
+                shape=CallShape(
+                    attention_dim=network.attention_dim,
+                    linear_dim=network.linear_dim,
+                    dtype=getattr(torch, network.dtype_str),
+                ),
+            ),
             dropout=network.hidden_dropout,
             norm_epsilon=network.norm_epsilon,
             is_causal=network.is_causal,

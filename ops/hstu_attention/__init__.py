@@ -35,13 +35,21 @@ from ops.hstu_attention import pytorch_impl, reference
 from ops.hstu_attention.checks import check_arguments
 from ops.hstu_attention.dispatch import (
     BACKENDS,
+    CallShape,
     available_backends,
     choose_backend,
     refuse_unavailable,
 )
 from ops.hstu_attention.spec import AttentionSpec
 
-__all__ = ["BACKENDS", "AttentionSpec", "available_backends", "choose_backend", "hstu_attention"]
+__all__ = [
+    "BACKENDS",
+    "AttentionSpec",
+    "CallShape",
+    "available_backends",
+    "choose_backend",
+    "hstu_attention",
+]
 
 
 def hstu_attention(

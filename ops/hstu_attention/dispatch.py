@@ -72,9 +72,9 @@ def choose_backend(
 ) -> str:
     """Return the backend that `name` stands for on a device type ("cpu", "cuda"); never falls back.
 
-    "auto" picks the best one available, triton on a CUDA device and pytorch elsewhere, and logs its
-    pick and why, once for each device type. With `shape`, head dims and dtypes that a backend does
-    not have are refused here rather than at the first call.
+    "auto" picks pytorch and logs that and why, once for each device type: triton is asked for by
+    name until a whole training run with it has been compared. With `shape`, head dims and dtypes
+    that a backend does not have are refused here rather than at the first call.
 
     Raises:
         ValueError: an unknown name; "reference", which is an oracle for tests, not for training.
@@ -86,13 +86,12 @@ def choose_backend(
             raise refusal
         return name
     backends = available_backends(device_type, shape)
-    pick = "triton" if device_type == "cuda" and backends["triton"] is None else "pytorch"
     if ("auto", device_type) not in _announced:
         _announced.add(("auto", device_type))
-        reasons = [f"{key}: {why}" for key, why in backends.items() if why is not None]
-        because = "the default there" if device_type == "cpu" else "; ".join(reasons)
-        logger.info('%s = "auto" runs "%s" on %s (%s)', field, pick, device_type, because)
-    return pick
+        reasons = [f"{key}: {why or 'only by name so far'}" for key, why in backends.items()]
+        because = "the default there" if device_type == "cpu" else "; ".join(reasons[1:])
+        logger.info('%s = "auto" runs "pytorch" on %s (%s)', field, device_type, because)
+    return "pytorch"
 
 
 def refuse_unavailable(

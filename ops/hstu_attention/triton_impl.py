@@ -20,7 +20,6 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ops.hstu_attention import triton_hopper, triton_hopper_backward
 from ops.hstu_attention.dispatch import CallShape, refuse_unsupported
 from ops.hstu_attention.spec import AttentionSpec
 from ops.hstu_attention.time_buckets import time_bucket_boundaries
@@ -30,8 +29,6 @@ from ops.hstu_attention.triton_kernels import Numerics, Rule
 from ops.hstu_attention.triton_schedule import Schedule, build_schedule
 
 INTERPRETED = triton.knobs.runtime.interpret
-USE_HOPPER = True
-"""Take the Hopper kernels where they apply; False runs the plain ones, for comparison."""
 _MAX_ROW_STRIDE = 2**23  # times 256 rows of a tile it still fits 31 bits
 _FIXED_POINT_BITS = 30  # of one score gradient; leaves 2**32 of them room in 63 bits
 
@@ -264,8 +261,6 @@ def _launch_forward(
     position_bias: Tensor | None,
     time_bias: Tensor | None,
 ) -> None:
-    if _launch_hopper_forward(call, q, k, v, out):
-        return
     tiles = call.tiles("forward")
     descriptors: tuple[Any, Any] = (None, None)
     if tiles.descriptors and call.padded_dims() == (call.attention_dim, call.linear_dim):
@@ -281,20 +276,6 @@ def _launch_forward(
         **_strides(q=q, k=k, v=v, out=out),
         **call.batch_arguments(tiles.rows),
         **call.switches(tiles),
-    )
-
-
-def _launch_hopper_forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
-    if INTERPRETED or not USE_HOPPER or not triton_hopper.can_forward(q, v, call.rule):
-        return False
-    return triton_hopper.launch_forward(
-        q,
-        k,
-        v,
-        out,
-        scaling_seqlen=call.scaling_seqlen,
-        seq_offsets=call.seq_offsets,
-        table=call.schedule(triton_hopper.ROWS).table,
     )
 
 
@@ -318,25 +299,9 @@ def _launch_backward(
         _launch_rows(call, inputs, dq, tables)
     else:
         dq_acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        if not _launch_hopper_keys(call, inputs, (dq_acc, dk, dv)):
-            _launch_keys(call, inputs, (dq_acc, dk, dv), tables, table_grads, factor)
+        _launch_keys(call, inputs, (dq_acc, dk, dv), tables, table_grads, factor)
         _cast(call, dq_acc, dq)
     return dq, dk, dv, *_finish_bias_grads(tables, factor, table_grads)
-
-
-def _launch_hopper_keys(
-    call: _Call, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor, Tensor]
-) -> bool:
-    q, _, v, _ = inputs
-    if INTERPRETED or not USE_HOPPER or not triton_hopper_backward.can_backward(q, v, call.rule):
-        return False
-    return triton_hopper_backward.launch_backward(
-        *inputs,
-        sums_and_grads=outputs,
-        scaling_seqlen=call.scaling_seqlen,
-        seq_offsets=call.seq_offsets,
-        table=call.schedule(triton_hopper_backward.KEYS).table,
-    )
 
 
 def _launch_keys(
