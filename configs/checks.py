@@ -114,10 +114,11 @@ def _check_contextual_choice(dataset: DatasetArgs) -> None:
     known, asked = DATASETS[dataset.dataset_name].contextual_feature_names, []
     for name in dataset.contextual_feature_names or ():
         if name not in known or name in asked:
+            hint = "" if name in asked else did_you_mean(name, known)
             raise ConfigError(
                 f"DatasetArgs.contextual_feature_names must name features of "
                 f"{dataset.dataset_name} ({', '.join(known)}), each once, got {name!r}; "
-                f"{did_you_mean(name, known) or 'remove it'}",
+                f"{hint or 'remove it'}",
                 "DatasetArgs.contextual_feature_names",
                 "DatasetArgs.dataset_name",
             )

@@ -296,12 +296,10 @@ def _build(
     idle_class = _TASK_CLASS[other_task]
     if idle_class in table.classes():
         binding = table.first(idle_class)
-        start_other = f"remove it or start pretrain_gr_{other_task}.py"
-        if other_task == "retrieval":
-            start_other = "remove it (retrieval is not built yet)"
         raise ConfigError(
             f"{binding.location}: {binding.label} must not be set in a {task} run, got "
-            f"{show(binding.value)}; nothing builds {idle_class} here: {start_other}"
+            f"{show(binding.value)}; nothing builds {idle_class} here: remove it or start "
+            f"pretrain_gr_{other_task}.py"
         )
     parts = {
         cls.__name__: table.build(cls.__name__)

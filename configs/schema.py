@@ -26,6 +26,7 @@ from configs.rules import (
     OptionalSize,
     PositiveFloat,
     PositiveInt,
+    Range,
     Spellings,
 )
 from configs.task_schema import RankingArgs, RetrievalArgs
@@ -106,8 +107,8 @@ class NetworkArgs(CheckedArgs):
     use_time_bias: bool = False
     """Add a learned bias by distance in time to the attention scores."""
 
-    num_time_buckets: PositiveInt = 128
-    """Rows of the time bias table."""
+    num_time_buckets: Annotated[int, Range(low=1, high=1024)] = 128
+    """Rows of the time bias table; 146 tell all 64-bit times apart."""
 
     recompute_input_layernorm: bool = False
     """Compute the input norm again in backward instead of keeping it."""

@@ -13,12 +13,13 @@ from configs.rules import (
     OptionalSize,
     PositiveFloat,
     PositiveInt,
+    Range,
 )
 
 
 def is_retrieval_metric(name: str) -> bool:
-    """HR@k, NDCG@k with k >= 1, or MRR, in any case."""
-    return re.fullmatch(r"(HR|NDCG)@[1-9]\d*|MRR", name.upper()) is not None
+    """HR@k, NDCG@k with k from 1 to 999,999,999, or MRR, in any case."""
+    return re.fullmatch(r"(HR|NDCG)@[1-9]\d{0,8}|MRR", name.upper()) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class RetrievalArgs(CheckedArgs):
     """in_batch: the distinct items that all ranks' users have in this step. random: num_negatives
     distinct items of the catalogue, each equally likely."""
 
-    temperature: PositiveFloat = 0.05
+    temperature: Annotated[float, Range(low=1e-4)] = 0.05
     """Divisor of the similarity scores."""
 
     normalize_embeddings: bool = True
@@ -73,7 +74,7 @@ class RetrievalArgs(CheckedArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = tuple(name.upper() for name in self.eval_metrics)
+        names = tuple(dict.fromkeys(name.upper() for name in self.eval_metrics))
         for name in names:
             if not is_retrieval_metric(name):
                 raise ConfigError(

@@ -33,9 +33,9 @@ class KuaiRandFormat:
         self.numbers: dict[str, type] = dict.fromkeys(layout.events_columns, int)
 
     def block(self, columns: Mapping[str, np.ndarray]) -> EventBlock | None:
-        """Events from clean numbers; None if an id is negative or a flag not 0 or 1."""
+        """Events from clean numbers; None if an id or a time is negative or a flag not 0 or 1."""
         users_N, items_N, times_N = (columns[name] for name in (_USER, _ITEM, _TIME))
-        if users_N.min() < 0 or items_N.min() < 0:
+        if users_N.min() < 0 or items_N.min() < 0 or times_N.min() < 0:
             return None
         labels_N = np.zeros(len(users_N), np.int16)
         for bit, name in enumerate(KUAIRAND_FLAGS):
@@ -53,7 +53,7 @@ class KuaiRandFormat:
         """
         user, item = identifiers(where, fields, (_USER, _ITEM), line)
         milliseconds = whole_number(fields[_TIME])
-        if milliseconds is None:
+        if milliseconds is None or milliseconds < 0:
             raise ValueError(
                 f"{where}: {_TIME} must be whole milliseconds since 1970, got {fields[_TIME]!r}"
             )
@@ -90,7 +90,12 @@ def read_users(file: RawFile, layout: Layout) -> UserTable:
         if not line.rstrip():
             continue
         where = f"{file}:{number}"
-        values = next(csv.reader([line.rstrip()]))
+        try:
+            values = next(csv.reader([line.rstrip()], strict=True))
+        except csv.Error as error:
+            raise ValueError(
+                f"{where} must quote whole values ({error}), got {line[:80].rstrip()!r}"
+            ) from None
         if len(values) != len(columns):
             raise ValueError(
                 f"{where} must have {len(columns)} columns, {columns[0]} to {columns[-1]}, got "

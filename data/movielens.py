@@ -32,11 +32,12 @@ class MovieLensFormat:
         self._ratings = facts.ratings
 
     def block(self, columns: Mapping[str, np.ndarray]) -> EventBlock | None:
-        """Events from clean numbers; None if an id is negative or a rating off its scale."""
+        """Events from clean numbers; None if one is negative or a rating off its scale."""
         users_N, items_N, ratings_N, times_N = (columns[name] for name in self.numbers)
         steps_N = (ratings_N - self._first) / self._step
         fine_N = (steps_N == np.round(steps_N)) & (steps_N >= 0) & (steps_N < len(self._ratings))
-        if not fine_N.all() or users_N.min() < 0 or items_N.min() < 0:
+        fine_N &= (users_N >= 0) & (items_N >= 0) & (times_N >= 0)
+        if not fine_N.all():
             return None
         labels_N = steps_N.astype(np.int16)
         return EventBlock(users_N=users_N, items_N=items_N, labels_N=labels_N, times_N=times_N)
@@ -62,6 +63,8 @@ class MovieLensFormat:
                     f"got the line {line[:80]!r}"
                 )
             seconds = int(value)
+        if seconds < 0:
+            raise ValueError(f"{where}: timestamp must be >= 0, got {fields[time_name]!r}")
         return user, item, self._ratings.index(rating), seconds
 
 

@@ -7,6 +7,7 @@ either accepts the line or says what is wrong with it, and where.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ import polars as pl
 from data.archives import RawFile
 from data.events import EventBlock
 from data.progress import Advance
+
+logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 24
 _MAX_LINE_BYTES = 1 << 20
@@ -80,7 +83,7 @@ class EventReader:
         Raises:
             ValueError: a line that breaks the format, with its number.
         """
-        line_number = 1
+        line_number, data = 1, b"\n"
         with self._file.open() as stream:
             if self._layout.has_header:
                 header = stream.readline()
@@ -97,6 +100,12 @@ class EventReader:
                 yield self._exact(data, line_number) if events is None else events
                 advance(len(data))
                 line_number += data.count(b"\n")
+        if not data.endswith(b"\n"):
+            logger.warning(
+                "%s:%d does not end its line: if the file is cut, this last event is wrong",
+                self._file,
+                line_number,
+            )
 
     def _fast(self, data: bytes) -> EventBlock | None:
         """The events of clean lines, else None."""
@@ -152,6 +161,9 @@ def header_columns(
             f"{where} must be a header with the columns {', '.join(wanted)} separated by "
             f"{separator!r}, got {header[:80]!r}"
         )
+    for name in wanted:
+        if columns.count(name) > 1:
+            raise ValueError(f"{where} must name each column once, got {name!r} twice")
     return columns
 
 

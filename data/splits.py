@@ -163,13 +163,15 @@ def make_splits(rule: SplitRule, *, offsets_U1: np.ndarray) -> dict[str, SampleT
             len(np.unique(table.user_rows_S)),
             table.num_skipped_users,
         )
+    way_out = "use data with longer histories, or choose another split"
+    if rule.max_num_candidates > 1:
+        way_out = "lower max_num_candidates or choose another split"
     for fold in ("train", "test"):
         if not len(tables[fold]):
             raise ValueError(
                 f"the {fold} fold of split {rule.split!r} is empty: with "
                 f"DatasetArgs.max_num_candidates = {rule.max_num_candidates} no user has enough "
-                f"events for {rule.task} (most: {int(count_U.max(initial=0))}); lower "
-                f"max_num_candidates or choose another split"
+                f"events for {rule.task} (most: {int(count_U.max(initial=0))}); {way_out}"
             )
     if not len(tables["validation"]):
         logger.warning("the validation fold of split %r is empty", rule.split)

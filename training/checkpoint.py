@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 CONFIG_NAME = "operative_config.gin"
 BEST_NAME = "best"
+CHECKPOINTS_NAME = "checkpoints"
 _STATE_NAME = "state.json"
 
 
@@ -51,9 +52,16 @@ def latest_checkpoint(folder: Path, *, run: Path | None = None) -> Path | None:
         except ValueError as error:
             logger.warning("passing over %s", error)
         else:
-            if run is None or state["run"] == str(run.resolve()):
+            if run is None or run_of(path, state) == run.resolve():
                 return path
     return None
+
+
+def run_of(checkpoint: Path, state: Mapping[str, Any]) -> Path:
+    """The run folder that a checkpoint belongs to: the one it lies in, wherever that was moved or
+    copied to; for one in ckpt_save_dir the folder that wrote it."""
+    folder = checkpoint.resolve().parent
+    return folder.parent if folder.name == CHECKPOINTS_NAME else Path(state["run"])
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -208,7 +216,8 @@ class Checkpointer:
         """Drops the run's older checkpoints, but never one that a kept one calls the best: should
         the newest be damaged, the one before it is still whole."""
         assert self._keep_last is not None
-        states = {path: _state_of_run(path, state["run"]) for path in _checkpoints(final.parent)}
+        run = run_of(final, state)
+        states = {path: _state_of_run(path, run) for path in _checkpoints(final.parent)}
         own = [path for path, found in states.items() if path != final and found is not None]
         old = own[: max(0, len(own) - self._keep_last + 1)]
         best = {best_of(found) for path, found in states.items() if path not in old and found}
@@ -293,13 +302,13 @@ def _link_best(folder: Path, name: str | None) -> None:
         logger.warning("%s cannot be made a link to %s (%s)", link, name, error)
 
 
-def _state_of_run(checkpoint: Path, run: str) -> dict[str, Any] | None:
+def _state_of_run(checkpoint: Path, run: Path) -> dict[str, Any] | None:
     """The state of a checkpoint of a run folder, None for one that is damaged or another's."""
     try:
         state = read_state(checkpoint)
     except ValueError:
         return None
-    return state if state["run"] == run else None
+    return state if run_of(checkpoint, state) == run else None
 
 
 def _prepare(folder: Path, aside: Path) -> None:

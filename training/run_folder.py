@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO
 
 from configs.schema import ExperimentArgs
-from training.checkpoint import latest_checkpoint, read_state
+from training.checkpoint import CHECKPOINTS_NAME, latest_checkpoint, read_state, run_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def folder_to_resume_in(checkpoint: Path) -> Path | None:
     Going back to an older checkpoint starts a new folder, so that the newer ones stay what they
     are: the end of another story.
     """
-    run = Path(read_state(checkpoint)["run"])
+    run = run_of(checkpoint, read_state(checkpoint))
     if not run.is_dir():
         return None
     newest = latest_checkpoint(checkpoint.parent)
@@ -110,7 +110,7 @@ def folder_to_resume_in(checkpoint: Path) -> Path | None:
 def checkpoint_folder(experiment: ExperimentArgs, run: Path) -> Path:
     """Where the run's checkpoints go: in it, or in a folder of its name in ckpt_save_dir."""
     asked = experiment.trainer.ckpt_save_dir
-    return run / "checkpoints" if asked is None else Path(asked) / run.name
+    return run / CHECKPOINTS_NAME if asked is None else Path(asked) / run.name
 
 
 def _numbered(wanted: Path) -> "itertools.chain[Path]":

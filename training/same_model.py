@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
-from configs.loader import load_experiment
+from configs.loader import ConfigError, load_experiment
 from configs.schema import BenchmarkDatasetArgs, ExperimentArgs
 from training.checkpoint import CONFIG_NAME, read_state
 
@@ -20,6 +22,7 @@ _FREE = {
     "eval_metrics",
     "num_negatives",
     "negatives_sampler",
+    "temperature",
 }
 
 
@@ -30,6 +33,24 @@ def check_same_model(checkpoint: Path, experiment: ExperimentArgs) -> None:
         ValueError: naming the field, both values and the way out; or ``checkpoint`` is none.
     """
     _compare(checkpoint, experiment, _model_settings, "makes another model of the same weights")
+
+
+def check_same_objective(checkpoint: Path, experiment: ExperimentArgs) -> None:
+    """Refuses to resume under another loss than the run had so far.
+
+    Raises:
+        ValueError: naming the field, both values and the way out; or ``checkpoint`` is none.
+    """
+    _compare(checkpoint, experiment, _objective_settings, "is another loss")
+
+
+def check_same_scale(checkpoint: Path, experiment: ExperimentArgs) -> None:
+    """Refuses to evaluate scores on another scale than they were trained on.
+
+    Raises:
+        ValueError: naming the field, both values and the way out; or ``checkpoint`` is none.
+    """
+    _compare(checkpoint, experiment, _scale_settings, "is another scale of the same scores")
 
 
 def check_same_data(checkpoint: Path, experiment: ExperimentArgs) -> None:
@@ -49,8 +70,7 @@ def _compare(
     settings: Callable[[ExperimentArgs], dict[str, object]],
     consequence: str,
 ) -> None:
-    read_state(checkpoint)
-    saved = load_experiment(checkpoint / CONFIG_NAME, task=experiment.task)
+    saved = _saved_experiment(checkpoint, experiment)
     here = settings(experiment)
     for field, value in settings(saved).items():
         if here.get(field) != value:
@@ -59,6 +79,37 @@ def _compare(
                 f"value {consequence}; use the checkpoint's {CONFIG_NAME}, or a checkpoint of "
                 "these settings"
             )
+
+
+def _saved_experiment(checkpoint: Path, experiment: ExperimentArgs) -> ExperimentArgs:
+    """The experiment that wrote a checkpoint."""
+    read_state(checkpoint)
+    config = checkpoint / CONFIG_NAME
+    try:
+        return load_experiment(config, task=experiment.task)
+    except ConfigError as error:
+        problem: ValueError = error
+    other: Literal["ranking", "retrieval"] = "ranking" if experiment.retrieval else "retrieval"
+    with suppress(ConfigError):
+        load_experiment(config, task=other)
+        problem = ValueError(
+            f"{checkpoint} is a checkpoint of a {other} run, this is a {experiment.task} run; name "
+            f"one of a {experiment.task} run, or start pretrain_gr_{other}.py"
+        )
+    raise problem
+
+
+def _objective_settings(experiment: ExperimentArgs) -> dict[str, object]:
+    retrieval = experiment.retrieval
+    if retrieval is None:
+        return {}
+    names = ("temperature", "num_negatives", "negatives_sampler")
+    return {f"RetrievalArgs.{name}": getattr(retrieval, name) for name in names}
+
+
+def _scale_settings(experiment: ExperimentArgs) -> dict[str, object]:
+    retrieval = experiment.retrieval
+    return {} if retrieval is None else {"RetrievalArgs.temperature": retrieval.temperature}
 
 
 def _model_settings(experiment: ExperimentArgs) -> dict[str, object]:

@@ -12,7 +12,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 
 from modules.embedding import TableSpec
 from training.distributed import World
@@ -35,7 +35,7 @@ def shard_tables(
 
     Raises:
         ValueError: a table has too few rows to be spread over the ranks.
-        RuntimeError: no plan fits the memory of the ranks (from TorchRec's planner).
+        RuntimeError: the tables do not fit the memory of the ranks.
     """
     for spec in specs:
         _check_rows(spec, world.world_size)
@@ -60,7 +60,16 @@ def shard_tables(
     # then reaches every rank, where a broadcast would leave the others waiting.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plan = planner.plan(model, sharders)
+        try:
+            plan = planner.plan(model, sharders)
+        except PlannerError as error:
+            largest = max((s for s in specs if s.is_sharded), key=lambda s: s.num_rows * s.dim)
+            raise RuntimeError(
+                f"the tables do not fit the memory of {world.world_size} ranks; the largest is "
+                f"{largest.name!r} with {largest.num_rows} rows of {largest.dim} numbers (as many "
+                "rows as the highest id asks for). Start more processes, or set "
+                f"NetworkArgs.item_embedding_dim ({str(error).splitlines()[0]})"
+            ) from None
         return DistributedModelParallel(
             model,
             device=world.device,

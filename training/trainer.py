@@ -38,7 +38,12 @@ from training.run_folder import (
     lock_folder,
     resumed_checkpoint,
 )
-from training.same_model import check_same_data, check_same_model
+from training.same_model import (
+    check_same_data,
+    check_same_model,
+    check_same_objective,
+    check_same_scale,
+)
 from training.sharding import initialize_dense, initialize_tables, shard_tables
 from training.step import TrainStep
 from training.telemetry import Telemetry
@@ -123,6 +128,7 @@ class Trainer:
                 logger.info("weights of %s", weights)
             return 0
         check_same_model(self.checkpoint, self.experiment)
+        check_same_objective(self.checkpoint, self.experiment)
         state = read_state(self.checkpoint)
         for field, name in self._optimizers().items():
             if state["optimizers"][field] != name:
@@ -132,10 +138,12 @@ class Trainer:
                     "TrainerArgs.ckpt_load_dir"
                 )
         if state["step"] > self.num_steps:
+            no_limit = self.experiment.trainer.max_train_iters is None
+            limit = "num_epochs" if no_limit else "max_train_iters"
             raise ValueError(
-                f"TrainerArgs.max_train_iters must be at least {state['step']}, the steps that "
-                f"{self.checkpoint} has behind it, got {self.num_steps} steps in all; raise it "
-                "(or num_epochs)"
+                f"TrainerArgs.{limit} must allow at least {state['step']} steps, which "
+                f"{self.checkpoint} has behind it, got {self.num_steps} steps in all "
+                f"({self.loaders['train'].num_batches} an epoch); raise it"
             )
         self.loaders["train"].load_state_dict(state["data"])
         if self.early_stopping is not None:
@@ -168,6 +176,7 @@ class Trainer:
             ValueError: the checkpoint belongs to another model or another split.
         """
         check_same_model(checkpoint, self.experiment)
+        check_same_scale(checkpoint, self.experiment)
         check_same_data(checkpoint, self.experiment)
         for fold, saved in read_state(checkpoint)["datasets"].items():
             if fold != "train" and saved != self._fingerprints()[fold]:

@@ -110,7 +110,7 @@ def test_equal_lines_warn_once(load: Load, caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("lines", "parts"),
     [
-        ("RetrievalArgs.temperature = 0.1", ["RetrievalArgs", "retrieval is not built yet"]),
+        ("RetrievalArgs.temperature = 0.1", ["RetrievalArgs", "start pretrain_gr_retrieval.py"]),
         ("x/FeatureArgs.is_jagged = True", ["x/FeatureArgs", "nothing builds", "@x/FeatureArgs()"]),
         ("EmbeddingArgs.table_name = 't'", ["nothing builds"]),
         ("RandomDistribution.low = 1", ["nothing builds"]),

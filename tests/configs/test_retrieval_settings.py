@@ -50,6 +50,9 @@ def test_without_contextual_tokens_nothing_can_leak(load: Load) -> None:
         ("RetrievalArgs.negatives_sampler = 'random'", ["num_negatives must be set", "got None"]),
         ("RetrievalArgs.negatives_sampler = 'inbatch'", ["got 'inbatch'", "'in_batch'"]),
         ("RetrievalArgs.num_negatives = 0", ["num_negatives", "got 0"]),
+        ("RetrievalArgs.temperature = 1e-300", ["temperature", "1e-300"]),
+        ("RetrievalArgs.eval_metrics = ['HR@99999999999']", ["HR@k", "got 'HR@99999999999'"]),
+        ("NetworkArgs.num_time_buckets = 100000000000", ["num_time_buckets", "1024"]),
         (
             "TrainerArgs.gradient_accumulation_steps = 3",
             ["must divide train_batch_size = 8", "got 3"],

@@ -234,12 +234,23 @@ def test_a_missing_column_is_named(column, tmp_path):
         preprocess("kuairand-pure", source=source, output=tmp_path / "out")
 
 
+def test_a_column_named_twice_is_refused(tmp_path):
+    twice = HEADER.replace("is_rand", "is_click")
+    source = write_logs(tmp_path / "raw", [log_line(7, 1, 5)], header=twice)
+    with pytest.raises(ValueError, match=rf"{FIRST}:1 must name each column once, got 'is_click'"):
+        preprocess("kuairand-pure", source=source, output=tmp_path / "out")
+
+
 BAD_USERS = {
     "twice": ("7,full_active,0,0,0,0,0,0,1", ":5: user 7 was already on line 2"),
     "negative": ("-3,full_active,0,0,0,0,0,0,1", ":5: user id must be a whole number >= 0"),
     "cut": ("3,full_active,0,0", ":5 must have 9 columns, user_id to onehot_feat4, got 4 in"),
     "range without quotes": ("3,full_active,0,0,(0,10],0,0,0,1", ":5 must have 9 .*got 10 in"),
-    "open quote": ('3,full_active,0,0,"(0,10],0,0,0,1', ":5 must have 9 columns"),
+    "open quote": ('3,full_active,0,0,"(0,10],0,0,0,1', ":5 must quote whole values"),
+    "quotes in the wrong places": (
+        '3,full_active,0,0,"(0,10],"[1,10)",0,1',
+        ":5 must quote whole values",
+    ),
 }
 
 

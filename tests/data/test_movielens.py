@@ -163,6 +163,7 @@ BAD_RATINGS = {
     "no rating": (("7", "1", "", "5"), "rating must be one of .*, got ''"),
     "time is text": (("7", "1", "3", "noon"), "timestamp must be whole seconds"),
     "time has a fraction": (("7", "1", "3", "5.5"), "timestamp must be whole seconds"),
+    "time before 1970": (("7", "1", "3", "-5"), "timestamp must be >= 0"),
     "infinite time": (("7", "1", "3", "inf"), "timestamp must be whole seconds"),
     "negative item": (("7", "-1", "3", "5"), "item id must be a whole number >= 0"),
     "negative user": (("-7", "1", "3", "5"), "user id must be a whole number >= 0"),

@@ -178,7 +178,7 @@ def test_more_steps_than_the_run_has_are_refused(saved: Path, world: World) -> N
     Trainer(experiment, world=world)
     state = json.loads((saved / "state.json").read_text())
     (saved / "state.json").write_text(json.dumps(state | {"step": 5}))
-    with pytest.raises(ValueError, match=r"TrainerArgs.max_train_iters must be at least 5"):
+    with pytest.raises(ValueError, match=r"TrainerArgs.max_train_iters must allow at least 5"):
         Trainer(experiment, world=world)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,25 @@ def test_resuming_a_finished_run_says_nothing_twice(tmp_path: Path, world: World
     fit(tmp_path / "run", world, resume="latest")
     assert lines(tmp_path / "run") == before
     assert checkpoint.stat().st_mtime_ns == written
+
+
+def test_a_moved_run_goes_on_where_it_is(tmp_path: Path, world: World) -> None:
+    fit(tmp_path / "run", world)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    resumed = fit(tmp_path / "moved", world, max_train_iters=3, resume="latest")
+    assert resumed.first_step == 2
+    assert resumed.folder == (tmp_path / "moved").resolve()
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_a_copy_leaves_the_original_alone(tmp_path: Path, world: World) -> None:
+    fit(tmp_path / "run", world)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    fit(tmp_path / "run", world, max_train_iters=3, resume="latest")
+    before = lines(tmp_path / "run")
+    checkpoint = tmp_path / "copy/checkpoints/step-00000002"
+    branch = fit(tmp_path / "copy", world, max_train_iters=4, resume=str(checkpoint))
+    assert branch.folder == (tmp_path / "copy").resolve()
+    assert lines(tmp_path / "run") == before
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000003"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import ExperimentArgs
+from configs.schema import EmbeddingArgs, ExperimentArgs
 from tests.support.experiments import (
     movielens_experiment,
     retrieval_experiment,
@@ -83,7 +83,6 @@ def test_retrieval_in_bf16_follows_fp32(run_folder: str, world: World) -> None:
 
 
 def _build_with_items(rank: int, world_size: int, folder: str, num_items: int) -> str:
-    from configs.schema import EmbeddingArgs
     from tests.support.experiments import cpu_world
 
     base = synthetic_experiment(folder)
@@ -139,3 +138,46 @@ def test_the_rank_with_the_nan_is_named_though_negatives_are_shared(
 ) -> None:
     for message in two_ranks.run(_nan_in_the_loss_of_rank_one, run_folder, args):
         assert "step 1 is not finite (rank 1: the loss)" in message
+
+
+def test_resuming_under_another_loss_is_refused(run_folder: str, world: World) -> None:
+    Trainer(retrieval_experiment(run_folder, trainer=SHORT), world=world).fit()
+    more = SHORT | {"max_train_iters": 8, "resume": "latest"}
+    for changed in ({"num_negatives": 5}, {"temperature": 0.2}):
+        experiment = retrieval_experiment(run_folder, trainer=more, retrieval=changed)
+        with pytest.raises(ValueError, match=rf"RetrievalArgs.{next(iter(changed))} must be"):
+            Trainer(experiment, world=world)
+
+
+def test_weights_may_be_trained_on_at_another_temperature(run_folder: str, world: World) -> None:
+    trained = Trainer(retrieval_experiment(run_folder, trainer=SHORT), world=world)
+    trained.fit()
+    start = SHORT | {"ckpt_load_dir": f"{run_folder}/checkpoints/step-00000006"}
+    experiment = retrieval_experiment(
+        f"{run_folder}-on", trainer=start, retrieval={"temperature": 0.2}
+    )
+    begun = Trainer(experiment, world=world)
+    ours, theirs = (dict(t.model.module.trunk.named_parameters()) for t in (begun, trained))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_of_the_other_task_is_called_that(run_folder: str, world: World) -> None:
+    Trainer(retrieval_experiment(run_folder, trainer=SHORT), world=world).fit()
+    checkpoint = Path(run_folder) / "checkpoints" / "step-00000006"
+    ranker = Trainer(synthetic_experiment(f"{run_folder}-ranking"), world=world)
+    with pytest.raises(ValueError, match="a retrieval run, this is a ranking run.*retrieval.py"):
+        ranker.evaluate_checkpoint(checkpoint)
+
+
+def test_tables_beyond_all_memory_are_named(run_folder: str, world: World) -> None:
+    huge = EmbeddingArgs(
+        feature_names=("item",),
+        table_name="item",
+        item_vocab_size_or_capacity=2**36,
+        sharding_type="model_parallel",
+    )
+    base = synthetic_experiment(run_folder)
+    tables = [t for t in base.dataset.embedding_args or () if t.table_name != "item"]
+    experiment = synthetic_experiment(run_folder, dataset={"embedding_args": (huge, *tables)})
+    with pytest.raises(RuntimeError, match=r"'item' with 68719476736 rows of 16 numbers"):
+        Trainer(experiment, world=world)
