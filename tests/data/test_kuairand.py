@@ -236,7 +236,7 @@ def test_a_missing_column_is_named(column, tmp_path):
 
 def test_a_column_named_twice_is_refused(tmp_path):
     twice = HEADER.replace("is_rand", "is_click")
-    source = write_logs(tmp_path / "raw", [log_line(7, 1, 5)], header=twice)
+    source = write_logs(tmp_path / "raw", [log_line(7, 1, 5)], [log_line(7, 1, 6)], header=twice)
     with pytest.raises(ValueError, match=rf"{FIRST}:1 must name each column once, got 'is_click'"):
         preprocess("kuairand-pure", source=source, output=tmp_path / "out")
 
