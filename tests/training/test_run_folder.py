@@ -111,14 +111,18 @@ def test_a_moved_run_goes_on_where_it_is(tmp_path: Path, world: World) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_resuming_a_copy_leaves_the_original_alone(tmp_path: Path, world: World) -> None:
+def test_resuming_a_copy_leaves_the_original_alone(
+    tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     fit(tmp_path / "run", world)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     fit(tmp_path / "run", world, max_train_iters=3, resume="latest")
     before = lines(tmp_path / "run")
     checkpoint = tmp_path / "copy/checkpoints/step-00000002"
-    branch = fit(tmp_path / "copy", world, max_train_iters=4, resume=str(checkpoint))
+    with caplog.at_level("WARNING"):
+        branch = fit(tmp_path / "else", world, max_train_iters=4, resume=str(checkpoint))
     assert branch.folder == (tmp_path / "copy").resolve()
+    assert "not in TrainerArgs.output_dir" in caplog.text and not (tmp_path / "else").exists()
     assert lines(tmp_path / "run") == before
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003"]
