@@ -89,8 +89,10 @@ def resumed_checkpoint(experiment: ExperimentArgs) -> Path:
     )
 
 
-def folder_to_resume_in(checkpoint: Path) -> Path | None:
+def folder_to_resume_in(checkpoint: Path, experiment: ExperimentArgs) -> Path | None:
     """The run folder that a checkpoint continues, None where a new one has to be made.
+
+    It is the one where the checkpoint lies; another output_dir is told to be passed over.
 
     Going back to an older checkpoint starts a new folder, so that the newer ones stay what they
     are: the end of another story.
@@ -104,6 +106,14 @@ def folder_to_resume_in(checkpoint: Path) -> Path | None:
             "%s is newer than %s: this run goes on in a new folder", newest, checkpoint.name
         )
         return None
+    trainer = experiment.trainer
+    asked = None if trainer.resume == "latest" else trainer.output_dir
+    if asked is not None and Path(asked).resolve() != run.resolve():
+        logger.warning(
+            "the run goes on in %s, where its checkpoint lies, not in TrainerArgs.output_dir = %r",
+            run,
+            asked,
+        )
     return run
 
 

@@ -67,16 +67,9 @@ class Trainer:
         self.experiment, self.world = experiment, world
         trainer = experiment.trainer
         self.checkpoint = resumed_checkpoint(experiment) if trainer.resume is not None else None
-        self.folder = folder_to_resume_in(self.checkpoint) if self.checkpoint is not None else None
-        asked = trainer.output_dir
-        if self.folder is not None and asked is not None and trainer.resume != "latest":
-            if Path(asked).resolve() != self.folder.resolve():
-                logger.warning(
-                    "the run goes on in %s, where its checkpoint lies, not in "
-                    "TrainerArgs.output_dir = %r",
-                    self.folder,
-                    asked,
-                )
+        self.folder = None
+        if self.checkpoint is not None:
+            self.folder = folder_to_resume_in(self.checkpoint, experiment)
         self.datasets = self._datasets()
         self.loaders = {
             fold: fold_loader(experiment, self.datasets, fold, world=world) for fold in FOLDS
