@@ -114,7 +114,8 @@ def feature_facts(args: DatasetArgs, manifest: Manifest) -> FeatureFacts:
         item_feature_name=manifest.item_feature_name,
         action_feature_name=action,
         contextual_feature_names=tuple(contextual),
-        vocab_sizes={name: manifest.vocab_sizes[name] for name in used},
+        # In the manifest's order: replicated tables draw their first weights one after the other.
+        vocab_sizes={name: rows for name, rows in manifest.vocab_sizes.items() if name in used},
         num_classes=manifest.num_classes,
         label_kind=manifest.label_kind,
     )

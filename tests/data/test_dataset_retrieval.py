@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pickle
 
@@ -14,6 +15,7 @@ from configs.schema import DatasetArgs
 from data import dataset as dataset_module
 from data.dataset import Datasets
 from data.loader import build_datasets
+from data.manifest import read_manifest
 from data.preprocess import preprocess
 from tests.data.conftest import write_ml_100k
 
@@ -242,3 +244,14 @@ def test_blocks_of_ranking_have_a_fingerprint_of_their_own(windows, make_dataset
         as_before = found.train.fingerprint == _earlier_fingerprint(found.train, "train", **rule)
         assert as_before == (num_samples == 1)
         assert found.test.fingerprint == _earlier_fingerprint(found.test, "test", **rule)
+
+
+def test_tables_keep_their_order_whatever_is_left_out(make_dataset):
+    """Weights are drawn in this order: another one is another run of the same seed."""
+    args = make_dataset(FIVE)
+    everything = list(build_datasets(args).facts.vocab_sizes)
+    manifest = read_manifest(args.dataset_path)
+    assert everything == list(manifest.vocab_sizes)
+    some = dataclasses.replace(args, use_actions=False, contextual_feature_names=("zip", "age"))
+    kept = list(build_datasets(some).facts.vocab_sizes)
+    assert kept == [name for name in everything if name in ("item_id", "zip", "age")]
