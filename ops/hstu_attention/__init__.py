@@ -31,7 +31,7 @@ Bias, added to the scores of the columns that are visible, per head:
 
 from torch import Tensor
 
-from ops.hstu_attention import pytorch_impl, reference
+from ops.hstu_attention import fbgemm_impl, pytorch_impl, reference
 from ops.hstu_attention.checks import check_arguments
 from ops.hstu_attention.dispatch import (
     BACKENDS,
@@ -82,7 +82,8 @@ def hstu_attention(
             rows past it come out zero and receive zero gradients, whatever they held.
         max_seq_len: no sequence is longer (checked where the offsets lie on the CPU).
         scaling_seqlen: divisor of the weights, a positive number or a 0-dim tensor.
-        backend: "pytorch", or "reference" (the dense oracle of the tests); see `choose_backend`.
+        backend: "pytorch", "triton", "cutlass", or "reference" (the dense oracle of the tests); see
+            `choose_backend`.
         num_contextuals: (B,) integers, None for zeros.
         num_candidates: (B,) integers, None for zeros; at most the sequence length.
         target_group_size: candidates of one group see each other causally.
@@ -97,7 +98,7 @@ def hstu_attention(
     Raises:
         ValueError: shapes, offsets or counts that contradict each other. Values are read only
             from CPU tensors: on a GPU the caller guarantees them.
-        NotImplementedError: a backend that is not built yet.
+        NotImplementedError: a backend that cannot run here, or a call that it does not have.
     """
     spec = AttentionSpec(
         max_seq_len=max_seq_len,
@@ -134,6 +135,10 @@ def hstu_attention(
         from ops.hstu_attention import triton_impl  # not at the top: triton may be absent
 
         return triton_impl.hstu_attention(
+            q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
+        )
+    if refusal is None and backend == "cutlass":
+        return fbgemm_impl.hstu_attention(
             q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
         )
     raise refusal or AssertionError(backend)

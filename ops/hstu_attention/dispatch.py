@@ -7,6 +7,8 @@ from importlib.util import find_spec
 
 import torch
 
+from ops.hstu_attention import fbgemm_impl
+
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "pytorch", "triton", "cutlass")
@@ -44,12 +46,15 @@ def available_backends(
 
     device_type "cpu" or "cuda"; None = what this machine has. shape: also check head dims, dtype.
     """
+    return {name: _refuse(name, device_type, shape) for name in BACKENDS if name != "auto"}
+
+
+def _refuse(name: str, device_type: str | None, shape: CallShape | None) -> str | None:
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    cutlass = "the attention adapter for FBGEMM's `hstu` package is not built yet"
-    if find_spec("hstu") is None:
-        cutlass += ", and the package (fbgemm_gpu_hstu) is not installed"
-    return {"pytorch": None, "triton": _refuse_triton(device_type, shape), "cutlass": cutlass}
+    if name == "triton":
+        return _refuse_triton(device_type, shape)
+    return fbgemm_impl.refuse(device_type, shape) if name == "cutlass" else None
 
 
 def _refuse_triton(device_type: str, shape: CallShape | None) -> str | None:
@@ -101,7 +106,11 @@ def refuse_unavailable(
     if name not in BACKENDS:
         allowed = ", ".join(BACKENDS)
         return ValueError(f"{field} must be one of {allowed}, got {name!r}; {_WAY_OUT}")
-    reason = available_backends(device_type, shape).get(name)
+    reason = None if name == "auto" else _refuse(name, device_type, shape)
     if reason is None:
         return None
-    return NotImplementedError(f"{field} = {name!r} cannot run: {reason}; {_WAY_OUT}")
+    backends = available_backends(device_type, shape)
+    runs = ", ".join(key for key, why in backends.items() if why is None)
+    return NotImplementedError(
+        f"{field} = {name!r} cannot run: {reason}; what runs here: {runs}; {_WAY_OUT}"
+    )
