@@ -86,8 +86,8 @@ class NetworkArgs(CheckedArgs):
     """Compute type of the dense part; weights are FP32."""
 
     kernel_backend: Literal["auto", "cutlass", "triton", "pytorch"] = "auto"
-    """Attention kernel; auto = the fastest that is built for the device, which is logged. cutlass =
-    FBGEMM's."""
+    """Attention kernel; auto = pytorch on any device so far, which is logged with the reasons.
+    triton (ours) and cutlass (FBGEMM's) run on a GPU, where they are named."""
 
     target_group_size: PositiveInt = 1
     """Consecutive candidates that may see each other."""
