@@ -15,6 +15,7 @@ copy), then a row for each case. A gate that fails ends the run with status 1 be
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -96,20 +97,37 @@ CASES = {
     "position_bias": Case(lengths=L2048, position_buckets=2048),
     "time_bias": Case(lengths=L2048, time_buckets=128),
 }
+HOSTILE = (129, 0, 700, 1, 64, 3, 256)
+MASKS = {
+    "causal": Case(lengths=HOSTILE),
+    "contextual_candidates": Case(lengths=HOSTILE, num_contextuals=3, num_candidates=30),
+    "groups": Case(lengths=HOSTILE, num_candidates=40, options={"target_group_size": 7}),
+    "window": Case(
+        lengths=HOSTILE, num_contextuals=2, num_candidates=9, options={"attention_window": 100}
+    ),
+    "contextual_mask_off": Case(
+        lengths=HOSTILE, num_contextuals=3, options={"disable_contextual_mask": True}
+    ),
+    "not_causal": Case(lengths=HOSTILE, options={"is_causal": False}),
+}
 GATE = {
-    "causal": Case(lengths=(129, 0, 700, 1, 64)),
+    **MASKS,
+    **{
+        f"d{width}_{name}": dataclasses.replace(case, dims=(width, width))
+        for width in (64, 256)
+        for name, case in MASKS.items()
+    },
+    "deterministic": Case(lengths=HOSTILE, options={"deterministic": True}),
+    "different_head_dims": Case(lengths=HOSTILE, dims=(128, 64)),
+    "d96": Case(lengths=HOSTILE, dims=(96, 96)),
     "everything": Case(
-        lengths=(129, 12, 700, 77, 64),
+        lengths=HOSTILE,
         num_contextuals=3,
         num_candidates=9,
         options={"target_group_size": 2, "attention_window": 100},
         position_buckets=50,
         time_buckets=64,
     ),
-    "not_causal": Case(lengths=(129, 0, 700, 1, 64), options={"is_causal": False}),
-    "deterministic": Case(lengths=(129, 0, 700, 1, 64), options={"deterministic": True}),
-    "d256": Case(lengths=(129, 0, 700, 1, 64), dims=(256, 256)),
-    "d64": Case(lengths=(129, 0, 700, 1, 64), dims=(64, 64)),
 }
 
 

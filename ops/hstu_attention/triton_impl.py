@@ -20,7 +20,9 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ops.hstu_attention import hopper_backward, hopper_forward
 from ops.hstu_attention.dispatch import CallShape, refuse_unsupported
+from ops.hstu_attention.hopper_kernels import BLOCK_ROWS
 from ops.hstu_attention.spec import AttentionSpec
 from ops.hstu_attention.time_buckets import time_bucket_boundaries
 from ops.hstu_attention.triton_backward import cast_kernel, keys_kernel, rows_kernel
@@ -215,21 +217,27 @@ class _Call:
             max(16, triton.next_power_of_2(d)) for d in (self.attention_dim, self.linear_dim)
         )
 
-    def batch_arguments(self, block: int) -> dict[str, Any]:
+    def structure(self, block: int) -> dict[str, Any]:
         """Arguments that all kernels share: the batch's structure and the mask's numbers."""
         return {
             "offsets_ptr": self.seq_offsets,
             "contextuals_ptr": self.contextuals,
             "candidates_ptr": self.candidates,
             "table_ptr": self.schedule(block).table,
-            "timestamps_ptr": self.timestamps,
-            "boundaries_ptr": self.boundaries,
             "scaling_seqlen": self.scaling_seqlen,
             "alpha": self.attention_dim**-0.5,
             "num_rows": self.num_rows,
             "num_users": self.seq_offsets.numel() - 1,
             "group_size": self.spec.target_group_size,
             "window": self.spec.attention_window or 0,
+        }
+
+    def batch_arguments(self, block: int) -> dict[str, Any]:
+        """`structure`, and what a bias reads."""
+        return {
+            **self.structure(block),
+            "timestamps_ptr": self.timestamps,
+            "boundaries_ptr": self.boundaries,
         }
 
     def switches(self, tiles: Tiles) -> dict[str, Any]:
@@ -261,6 +269,10 @@ def _launch_forward(
     position_bias: Tensor | None,
     time_bias: Tensor | None,
 ) -> None:
+    if not INTERPRETED and hopper_forward.can_forward(q, v, call.rule):
+        batch = call.structure(BLOCK_ROWS)
+        if hopper_forward.launch_forward(q, k, v, out, batch=batch, rule=call.rule):
+            return
     tiles = call.tiles("forward")
     descriptors: tuple[Any, Any] = (None, None)
     if tiles.descriptors and call.padded_dims() == (call.attention_dim, call.linear_dim):
@@ -294,6 +306,10 @@ def _launch_backward(
     if not v.numel():
         return dq, dk, dv, *_finish_bias_grads(tables, factor, table_grads)
     inputs = (q, k, v, grad_out)
+    if not INTERPRETED and hopper_backward.can_backward(q, v, call.rule):
+        batch = call.structure(BLOCK_ROWS)
+        if hopper_backward.launch_backward(inputs, (dq, dk, dv), batch=batch, rule=call.rule):
+            return dq, dk, dv, None, None
     if call.spec.deterministic:
         _launch_keys(call, inputs, (None, dk, dv), tables, table_grads, factor)
         _launch_rows(call, inputs, dq, tables)
