@@ -29,12 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ops.hstu_attention.hopper_forward import _first_key
 from ops.hstu_attention.hopper_kernels import (
     GROUP_ROWS,
-    block_of_step,
+    block_of_index,
     descriptor,
+    draw,
+    hear,
     is_hopper,
+    new_board,
     num_multiprocessors,
-    num_steps,
+    put_back,
     store_rows,
+    tell,
     zero_rows_past,
     zero_tail,
 )
@@ -47,7 +51,11 @@ from ops.hstu_attention.triton_kernels import (
     _user_shape,
     _visible,
 )
+from ops.hstu_attention.triton_schedule import COUNTERS
 
+KEYS_COUNTER = gl.constexpr(COUNTERS["keys"])
+ROWS_COUNTER = gl.constexpr(COUNTERS["rows"])
+USE_TURNS = True
 # head dim: rows of a tile and stages of keys_kernel, keys of a tile and stages of rows_kernel
 _TILES = {64: (64, 4, 64, 4), 128: (64, 4, 64, 4)}
 
@@ -73,7 +81,7 @@ def _weights_and_slope(h):
 
 @gluon.jit
 def _keys_producer(
-    descriptors, head_strides, structure, smem, bars, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    descriptors, head_strides, structure, board, smem, bars, ROWS: gl.constexpr, STAGES: gl.constexpr,
     RULE: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc = descriptors
@@ -83,12 +91,17 @@ def _keys_producer(
         window,
     ) = structure  # fmt: skip
     q_smem, k_smem, v_smem, do_smem = smem
-    own_full, own_free, full, free = bars
+    own_full, own_free, full, free, turn = bars
+    counter_ptr = table_ptr + KEYS_COUNTER
     count = 0
-    for step in range(num_steps(total)):
-        head, user, level = block_of_step(step, table_ptr, num_blocks)
+    step = 0
+    index = draw(counter_ptr)
+    while index < total:
+        head, user, level = block_of_index(index, table_ptr, num_blocks)
         start, n, c, m = _user_shape(offsets_ptr, contextuals_ptr, candidates_ptr, user, RULE)
         key0 = ((n + 127) // 128 - 1 - level) * 128
+        tell(step, board, head, level, start.to(gl.int32), n, c, m)
+        index = draw(counter_ptr)
         num_front, masked_start, num_around, full_start, num_full, last_start, num_last = (
             _rows_of_keys(key0, n, c, m, group_size, window, ROWS, 128, RULE)
         )
@@ -118,20 +131,20 @@ def _keys_producer(
                 do_desc, [row, head * do_head_stride], full.index(stage), do_smem.index(stage)
             )
             count += 1
+        step += 1
+    tell(step, board, 0, 0, 0, -1, 0, 0)
+    put_back(counter_ptr, index, total)
 
 
 @gluon.jit
 def _keys_consumer(
-    outputs, structure, smem, bars, GROUP: gl.constexpr, A: gl.constexpr, ROWS: gl.constexpr,
+    outputs, group_size, window, board, smem, bars, GROUP: gl.constexpr, A: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, SCALE_IS_POINTER: gl.constexpr, RULE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
-    (
-        offsets_ptr, contextuals_ptr, candidates_ptr, table_ptr, num_blocks, total, group_size,
-        window,
-    ) = structure  # fmt: skip
     dk_ptr, dv_ptr, num_heads, scaling_seqlen, half_alpha = outputs
     q_smem, k_smem, v_smem, do_smem = smem
-    own_full, own_free, full, free = bars
+    own_full, own_free, full, free, turn = bars
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
@@ -144,9 +157,10 @@ def _keys_consumer(
     k = k_smem.index(GROUP)
     v = v_smem.index(GROUP)
     count = 0
-    for step in range(num_steps(total)):
-        head, user, level = block_of_step(step, table_ptr, num_blocks)
-        start, n, c, m = _user_shape(offsets_ptr, contextuals_ptr, candidates_ptr, user, RULE)
+    rounds = 0
+    step = 0
+    head, level, start, n, c, m = hear(0, board)
+    while n >= 0:
         key0 = ((n + 127) // 128 - 1 - level) * 128
         num_front, masked_start, num_around, full_start, num_full, last_start, num_last = (
             _rows_of_keys(key0, n, c, m, group_size, window, ROWS, 128, RULE)
@@ -156,44 +170,81 @@ def _keys_consumer(
         mbarrier.wait(own_full, step & 1)
         dk = gl.zeros([64, A], gl.float32, o_layout)
         dv = gl.zeros([64, A], gl.float32, o_layout)
-        for tile in range(tiles):
+        row0 = _first_row(
+            0, num_masked, num_front, masked_start, num_around, full_start, last_start, ROWS
+        )
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), count // STAGES & 1)
+        if row0 + ROWS > n:
+            zero_rows_past(q_smem.index(stage), n - row0, ROWS)
+            zero_rows_past(do_smem.index(stage), n - row0, ROWS)
+        q_t = q_smem.index(stage).permute((1, 0))
+        do_t = do_smem.index(stage).permute((1, 0))
+        s = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
+        s, dp = warpgroup_mma_wait(num_outstanding=0, deps=(s, dp))
+        p, slope = _weights_and_slope(s * half_alpha)
+        ds = dp * slope
+        if num_masked > 0:
+            row = row0 + row_in_tile
+            seen = _visible(row, key0 + col_in_block, c, m, group_size, window, RULE)
+            seen = seen & (row < n)
+            p = gl.where(seen, p, 0.0)
+            ds = gl.where(seen, ds, 0.0)
+        p = gl.convert_layout(p.to(dtype), p_layout)
+        ds = gl.convert_layout(ds.to(dtype), p_layout)
+        for tile in range(1, tiles):
             row0 = _first_row(
                 tile, num_masked, num_front, masked_start, num_around, full_start, last_start, ROWS
             )
-            stage = count % STAGES
-            q = q_smem.index(stage)
-            do = do_smem.index(stage)
-            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            before = count % STAGES
+            stage = (count + 1) % STAGES
+            mbarrier.wait(full.index(stage), (count + 1) // STAGES & 1)
             if row0 + ROWS > n:
-                zero_rows_past(q, n - row0, ROWS)
-                zero_rows_past(do, n - row0, ROWS)
-            s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-            dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                zero_rows_past(q_smem.index(stage), n - row0, ROWS)
+                zero_rows_past(do_smem.index(stage), n - row0, ROWS)
+            if TURNS:
+                mbarrier.wait(turn.index(GROUP), (rounds & 1) ^ (1 - GROUP))
+            dv = warpgroup_mma(p, do_smem.index(before), dv, is_async=True)
+            dk = warpgroup_mma(ds, q_smem.index(before), dk, is_async=True)
+            dv, dk, p, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dv, dk, p, ds))
+            q_t = q_smem.index(stage).permute((1, 0))
+            do_t = do_smem.index(stage).permute((1, 0))
+            s = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turn.index(1 - GROUP), count=1)
+                rounds += 1
+            mbarrier.arrive(free.index(before), count=1)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-            p, slope = _weights_and_slope(s * half_alpha)
-            # p and slope among them: else their work is moved behind the wait
-            dp, p, slope = warpgroup_mma_wait(num_outstanding=0, deps=(dp, p, slope))
-            ds = dp * slope
+            p_next, slope = _weights_and_slope(s * half_alpha)
+            # p_next and slope among them: else their work is moved behind the wait
+            dp, p_next, slope = warpgroup_mma_wait(num_outstanding=0, deps=(dp, p_next, slope))
+            ds_next = dp * slope
             if tile < num_masked:
                 row = row0 + row_in_tile
                 seen = _visible(row, key0 + col_in_block, c, m, group_size, window, RULE)
                 seen = seen & (row < n)
-                p = gl.where(seen, p, 0.0)
-                ds = gl.where(seen, ds, 0.0)
-            p = gl.convert_layout(p.to(dtype), p_layout)
-            ds = gl.convert_layout(ds.to(dtype), p_layout)
-            dv = warpgroup_mma(p, do, dv, is_async=True)
-            dk = warpgroup_mma(ds, q, dk, is_async=True)
-            dk, dv, p, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dk, dv, p, ds))
-            mbarrier.arrive(free.index(stage), count=1)
+                p_next = gl.where(seen, p_next, 0.0)
+                ds_next = gl.where(seen, ds_next, 0.0)
+            p = gl.convert_layout(p_next.to(dtype), p_layout)
+            ds = gl.convert_layout(ds_next.to(dtype), p_layout)
             count += 1
-        shift = start * stride + head.to(gl.int64) * A
+        stage = count % STAGES
+        dv = warpgroup_mma(p, do_smem.index(stage), dv, is_async=True)
+        dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
+        dk, dv, p, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dk, dv, p, ds))
+        mbarrier.arrive(free.index(stage), count=1)
+        count += 1
+        shift = start.to(gl.int64) * stride + head.to(gl.int64) * A
         k.store((dk * (half_alpha * inverse_scale)).to(dtype))  # k and v have been read
         v.store((dv * inverse_scale).to(dtype))
         store_rows(dk_ptr + shift, stride, key0 + GROUP * 64, n, k, A)
         store_rows(dv_ptr + shift, stride, key0 + GROUP * 64, n, v, A)
         fence_async_shared()
         mbarrier.arrive(own_free, count=1)
+        step += 1
+        head, level, start, n, c, m = hear(step, board)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_users", "num_heads", "group_size", "window"])
@@ -224,6 +275,7 @@ def keys_kernel(
     STAGES: gl.constexpr,
     SCALE_IS_POINTER: gl.constexpr,
     RULE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
     """dK and dV (T, H, A), contiguous, of all blocks of 128 keys; zeros past the last offset."""
     end = gl.load(offsets_ptr + num_users).to(gl.int64)
@@ -241,18 +293,22 @@ def keys_kernel(
     own_free = gl.allocate_shared_memory(gl.int64, [1], bar)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for group in gl.static_range(2):
+        mbarrier.init(turn.index(group), count=1)
     mbarrier.init(own_full, count=1)
     mbarrier.init(own_free, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
+    board = new_board()
     fence_async_shared()
     structure = (
         offsets_ptr, contextuals_ptr, candidates_ptr, table_ptr, num_blocks, total, group_size,
         window,
     )  # fmt: skip
     smem = (q_smem, k_smem, v_smem, do_smem)
-    bars = (own_full, own_free, full, free)
+    bars = (own_full, own_free, full, free, turn)
     outputs = (dk_ptr, dv_ptr, num_heads, scaling_seqlen, 0.5 * alpha)
     descriptors = (q_desc, k_desc, v_desc, do_desc)
     head_strides = (q_head_stride, k_head_stride, v_head_stride, do_head_stride)
@@ -260,15 +316,21 @@ def keys_kernel(
         [
             (
                 _keys_consumer,
-                (outputs, structure, smem, bars, 0, A, ROWS, STAGES, SCALE_IS_POINTER, RULE),
+                (
+                    outputs, group_size, window, board, smem, bars, 0, A, ROWS, STAGES,
+                    SCALE_IS_POINTER, RULE, TURNS,
+                ),
             ),
             (
                 _keys_consumer,
-                (outputs, structure, smem, bars, 1, A, ROWS, STAGES, SCALE_IS_POINTER, RULE),
+                (
+                    outputs, group_size, window, board, smem, bars, 1, A, ROWS, STAGES,
+                    SCALE_IS_POINTER, RULE, TURNS,
+                ),
             ),
             (
                 _keys_producer,
-                (descriptors, head_strides, structure, smem, bars, ROWS, STAGES, RULE),
+                (descriptors, head_strides, structure, board, smem, bars, ROWS, STAGES, RULE),
             ),
         ],
         [4, 1],
@@ -278,7 +340,7 @@ def keys_kernel(
 
 @gluon.jit
 def _rows_producer(
-    descriptors, head_strides, structure, smem, bars, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    descriptors, head_strides, structure, board, smem, bars, KEYS: gl.constexpr, STAGES: gl.constexpr,
     RULE: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc = descriptors
@@ -288,12 +350,17 @@ def _rows_producer(
         window,
     ) = structure  # fmt: skip
     q_smem, k_smem, v_smem, do_smem = smem
-    own_full, own_free, full, free = bars
+    own_full, own_free, full, free, turn = bars
+    counter_ptr = table_ptr + ROWS_COUNTER
     count = 0
-    for step in range(num_steps(total)):
-        head, user, level = block_of_step(step, table_ptr, num_blocks)
-        row0 = level * 128
+    step = 0
+    index = draw(counter_ptr)
+    while index < total:
+        head, user, level = block_of_index(index, table_ptr, num_blocks)
         start, n, c, m = _user_shape(offsets_ptr, contextuals_ptr, candidates_ptr, user, RULE)
+        row0 = level * 128
+        tell(step, board, head, level, start.to(gl.int32), n, c, m)
+        index = draw(counter_ptr)
         num_full, num_front, main_start, num_main, candidate_start, num_candidate = _keys_of_rows(
             row0, n, c, m, group_size, window, 128, KEYS, RULE
         )
@@ -323,20 +390,20 @@ def _rows_producer(
                 v_desc, [first + key0, head * v_head_stride], full.index(stage), v_smem.index(stage)
             )
             count += 1
+        step += 1
+    tell(step, board, 0, 0, 0, -1, 0, 0)
+    put_back(counter_ptr, index, total)
 
 
 @gluon.jit
 def _rows_consumer(
-    outputs, structure, smem, bars, GROUP: gl.constexpr, A: gl.constexpr, KEYS: gl.constexpr,
+    outputs, group_size, window, board, smem, bars, GROUP: gl.constexpr, A: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, SCALE_IS_POINTER: gl.constexpr, RULE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
-    (
-        offsets_ptr, contextuals_ptr, candidates_ptr, table_ptr, num_blocks, total, group_size,
-        window,
-    ) = structure  # fmt: skip
     dq_ptr, num_heads, scaling_seqlen, half_alpha = outputs
     q_smem, k_smem, v_smem, do_smem = smem
-    own_full, own_free, full, free = bars
+    own_full, own_free, full, free, turn = bars
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
@@ -349,10 +416,11 @@ def _rows_consumer(
     q = q_smem.index(GROUP)
     do = do_smem.index(GROUP)
     count = 0
-    for step in range(num_steps(total)):
-        head, user, level = block_of_step(step, table_ptr, num_blocks)
+    rounds = 0
+    step = 0
+    head, level, start, n, c, m = hear(0, board)
+    while n >= 0:
         row0 = level * 128
-        start, n, c, m = _user_shape(offsets_ptr, contextuals_ptr, candidates_ptr, user, RULE)
         num_full, num_front, main_start, num_main, candidate_start, num_candidate = _keys_of_rows(
             row0, n, c, m, group_size, window, 128, KEYS, RULE
         )
@@ -389,10 +457,15 @@ def _rows_consumer(
             mbarrier.wait(full.index(stage), (count + 1) // STAGES & 1)
             if key0 + KEYS > n:
                 zero_rows_past(k, n - key0, KEYS)
+            if TURNS:
+                mbarrier.wait(turn.index(GROUP), (rounds & 1) ^ (1 - GROUP))
             s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
             dq = warpgroup_mma(ds, before, dq, is_async=True)
             v_t = v_smem.index(stage).permute((1, 0))
             dp = warpgroup_mma(do, v_t, zero, use_acc=False, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turn.index(1 - GROUP), count=1)
+                rounds += 1
             s = warpgroup_mma_wait(num_outstanding=2, deps=(s,))
             _, slope = _weights_and_slope(s * half_alpha)
             # slope among them: else its work is moved behind the wait
@@ -409,11 +482,13 @@ def _rows_consumer(
         dq, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dq, ds))
         mbarrier.arrive(free.index(count % STAGES), count=1)
         count += 1
-        shift = start * stride + head.to(gl.int64) * A
+        shift = start.to(gl.int64) * stride + head.to(gl.int64) * A
         q.store((dq * (half_alpha * inverse_scale)).to(dtype))  # q has been read
         store_rows(dq_ptr + shift, stride, row0 + GROUP * 64, n, q, A)
         fence_async_shared()
         mbarrier.arrive(own_free, count=1)
+        step += 1
+        head, level, start, n, c, m = hear(step, board)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_users", "num_heads", "group_size", "window"])
@@ -443,6 +518,7 @@ def rows_kernel(
     STAGES: gl.constexpr,
     SCALE_IS_POINTER: gl.constexpr,
     RULE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
     """dQ (T, H, A), contiguous, of all blocks of 128 rows; zeros past the last offset."""
     end = gl.load(offsets_ptr + num_users).to(gl.int64)
@@ -459,18 +535,22 @@ def rows_kernel(
     own_free = gl.allocate_shared_memory(gl.int64, [1], bar)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for group in gl.static_range(2):
+        mbarrier.init(turn.index(group), count=1)
     mbarrier.init(own_full, count=1)
     mbarrier.init(own_free, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
+    board = new_board()
     fence_async_shared()
     structure = (
         offsets_ptr, contextuals_ptr, candidates_ptr, table_ptr, num_blocks, total, group_size,
         window,
     )  # fmt: skip
     smem = (q_smem, k_smem, v_smem, do_smem)
-    bars = (own_full, own_free, full, free)
+    bars = (own_full, own_free, full, free, turn)
     outputs = (dq_ptr, num_heads, scaling_seqlen, 0.5 * alpha)
     descriptors = (q_desc, k_desc, v_desc, do_desc)
     head_strides = (q_head_stride, k_head_stride, v_head_stride, do_head_stride)
@@ -478,15 +558,21 @@ def rows_kernel(
         [
             (
                 _rows_consumer,
-                (outputs, structure, smem, bars, 0, A, KEYS, STAGES, SCALE_IS_POINTER, RULE),
+                (
+                    outputs, group_size, window, board, smem, bars, 0, A, KEYS, STAGES,
+                    SCALE_IS_POINTER, RULE, TURNS,
+                ),
             ),
             (
                 _rows_consumer,
-                (outputs, structure, smem, bars, 1, A, KEYS, STAGES, SCALE_IS_POINTER, RULE),
+                (
+                    outputs, group_size, window, board, smem, bars, 1, A, KEYS, STAGES,
+                    SCALE_IS_POINTER, RULE, TURNS,
+                ),
             ),
             (
                 _rows_producer,
-                (descriptors, head_strides, structure, smem, bars, KEYS, STAGES, RULE),
+                (descriptors, head_strides, structure, board, smem, bars, KEYS, STAGES, RULE),
             ),
         ],
         [4, 1],
@@ -528,6 +614,7 @@ def launch_backward(
         "A": width,
         "SCALE_IS_POINTER": isinstance(batch["scaling_seqlen"], Tensor),
         "RULE": rule,
+        "TURNS": USE_TURNS,
         "num_warps": 4,
         **batch,
     }

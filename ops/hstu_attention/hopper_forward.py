@@ -27,12 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ops.hstu_attention.hopper_kernels import (
     GROUP_ROWS,
-    block_of_step,
+    block_of_index,
     descriptor,
+    draw,
+    hear,
     is_hopper,
+    new_board,
     num_multiprocessors,
-    num_steps,
+    put_back,
     store_rows,
+    tell,
     zero_rows_past,
     zero_tail,
 )
@@ -45,7 +49,10 @@ from ops.hstu_attention.triton_kernels import (
     _user_shape,
     _visible,
 )
+from ops.hstu_attention.triton_schedule import COUNTERS
 
+COUNTER = gl.constexpr(COUNTERS["forward"])
+USE_TURNS = True
 # attention_dim = linear_dim: keys of a tile, stages of the ring
 _TILES = {64: (128, 3), 128: (128, 3), 256: (64, 2)}
 
@@ -73,7 +80,7 @@ def _first_key(
 
 @gluon.jit
 def _producer(
-    descriptors, head_strides, structure, smem, bars, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    descriptors, head_strides, structure, board, smem, bars, KEYS: gl.constexpr, STAGES: gl.constexpr,
     RULE: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, v_desc = descriptors
@@ -83,12 +90,17 @@ def _producer(
         window,
     ) = structure  # fmt: skip
     q_smem, k_smem, v_smem = smem
-    q_full, q_free, full, free = bars
+    q_full, q_free, full, free, turn = bars
+    counter_ptr = table_ptr + COUNTER
     count = 0
-    for step in range(num_steps(total)):
-        head, user, level = block_of_step(step, table_ptr, num_blocks)
+    step = 0
+    index = draw(counter_ptr)
+    while index < total:
+        head, user, level = block_of_index(index, table_ptr, num_blocks)
         row0 = level * 128
         start, n, c, m = _user_shape(offsets_ptr, contextuals_ptr, candidates_ptr, user, RULE)
+        tell(step, board, head, level, start.to(gl.int32), n, c, m)
+        index = draw(counter_ptr)
         num_full, num_front, main_start, num_main, candidate_start, num_candidate = _keys_of_rows(
             row0, n, c, m, group_size, window, 128, KEYS, RULE
         )
@@ -133,6 +145,9 @@ def _producer(
             )
             before = first + key0
             count += 1
+        step += 1
+    tell(step, board, 0, 0, 0, -1, 0, 0)
+    put_back(counter_ptr, index, total)
 
 
 @gluon.jit
@@ -144,16 +159,12 @@ def _weights(s, half_alpha):
 
 @gluon.jit
 def _consumer(
-    out_ptr, out_stride, out_head_stride, scaling_seqlen, half_alpha, structure, smem, bars,
+    out_ptr, out_stride, out_head_stride, scaling_seqlen, half_alpha, group_size, window, board, smem, bars,
     GROUP: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    SCALE_IS_POINTER: gl.constexpr, RULE: gl.constexpr,
+    SCALE_IS_POINTER: gl.constexpr, RULE: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    (
-        offsets_ptr, contextuals_ptr, candidates_ptr, table_ptr, num_blocks, total, group_size,
-        window,
-    ) = structure  # fmt: skip
     q_smem, k_smem, v_smem = smem
-    q_full, q_free, full, free = bars
+    q_full, q_free, full, free, turn = bars
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
@@ -164,10 +175,11 @@ def _consumer(
     row_in_block = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))[:, None]
     col_in_tile = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))[None, :]
     count = 0
-    for step in range(num_steps(total)):
-        head, user, level = block_of_step(step, table_ptr, num_blocks)
+    rounds = 0
+    step = 0
+    head, level, start, n, c, m = hear(0, board)
+    while n >= 0:
         row0 = level * 128
-        start, n, c, m = _user_shape(offsets_ptr, contextuals_ptr, candidates_ptr, user, RULE)
         num_full, num_front, main_start, num_main, candidate_start, num_candidate = _keys_of_rows(
             row0, n, c, m, group_size, window, 128, KEYS, RULE
         )
@@ -197,10 +209,15 @@ def _consumer(
             mbarrier.wait(full.index(stage), count // STAGES & 1)
             if key0 + KEYS > n:
                 zero_rows_past(v_smem.index(stage), n - key0, KEYS)
+            if TURNS:
+                mbarrier.wait(turn.index(GROUP), (rounds & 1) ^ (1 - GROUP))
             s = warpgroup_mma(
                 q, k_smem.index(stage).permute((1, 0)), s_zero, use_acc=False, is_async=True
             )
             o = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turn.index(1 - GROUP), count=1)
+                rounds += 1
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             key0, end = _first_key(
                 tile, num_masked, num_front, main_start, num_main, candidate_start, m, n, KEYS, RULE
@@ -224,10 +241,12 @@ def _consumer(
         mbarrier.arrive(free.index(stage), count=1)
         count += 1
         q.store((o * inverse_scale).to(dtype))  # q has been read, its place is free
-        base = out_ptr + start * out_stride + head.to(gl.int64) * out_head_stride
+        base = out_ptr + start.to(gl.int64) * out_stride + head.to(gl.int64) * out_head_stride
         store_rows(base, out_stride, row0 + GROUP * 64, n, q, V)
         fence_async_shared()
         mbarrier.arrive(q_free, count=1)
+        step += 1
+        head, level, start, n, c, m = hear(step, board)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_users", "num_heads", "group_size", "window"])
@@ -258,6 +277,7 @@ def forward_kernel(
     STAGES: gl.constexpr,
     SCALE_IS_POINTER: gl.constexpr,
     RULE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
     """O of all row blocks of BLOCK_ROWS rows, and the zeros past the last offset."""
     first = gl.load(offsets_ptr + num_users).to(gl.int64)
@@ -273,11 +293,15 @@ def forward_kernel(
     q_free = gl.allocate_shared_memory(gl.int64, [1], bar)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for group in gl.static_range(2):
+        mbarrier.init(turn.index(group), count=1)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_free, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
+    board = new_board()
     fence_async_shared()
     half_alpha = 0.5 * alpha
     structure = (
@@ -285,7 +309,7 @@ def forward_kernel(
         window,
     )  # fmt: skip
     smem = (q_smem, k_smem, v_smem)
-    bars = (q_full, q_free, full, free)
+    bars = (q_full, q_free, full, free, turn)
     descriptors = (q_desc, k_desc, v_desc)
     head_strides = (q_head_stride, k_head_stride, v_head_stride)
     gl.warp_specialize(
@@ -293,18 +317,18 @@ def forward_kernel(
             (
                 _consumer,
                 (
-                    out_ptr, out_stride, out_head_stride, scaling_seqlen, half_alpha, structure,
-                    smem, bars, 0, V, KEYS, STAGES, SCALE_IS_POINTER, RULE,
+                    out_ptr, out_stride, out_head_stride, scaling_seqlen, half_alpha, group_size,
+                    window, board, smem, bars, 0, V, KEYS, STAGES, SCALE_IS_POINTER, RULE, TURNS,
                 ),
             ),
             (
                 _consumer,
                 (
-                    out_ptr, out_stride, out_head_stride, scaling_seqlen, half_alpha, structure,
-                    smem, bars, 1, V, KEYS, STAGES, SCALE_IS_POINTER, RULE,
+                    out_ptr, out_stride, out_head_stride, scaling_seqlen, half_alpha, group_size,
+                    window, board, smem, bars, 1, V, KEYS, STAGES, SCALE_IS_POINTER, RULE, TURNS,
                 ),
             ),
-            (_producer, (descriptors, head_strides, structure, smem, bars, KEYS, STAGES, RULE)),
+            (_producer, (descriptors, head_strides, structure, board, smem, bars, KEYS, STAGES, RULE)),
         ],
         [4, 1],
         [240, 24],
@@ -353,6 +377,7 @@ def launch_forward(
         STAGES=stages,
         SCALE_IS_POINTER=isinstance(batch["scaling_seqlen"], Tensor),
         RULE=rule,
+        TURNS=USE_TURNS,
         num_warps=4,
         **batch,
     )

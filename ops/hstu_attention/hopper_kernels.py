@@ -1,9 +1,9 @@
 """What the Gluon kernels for Hopper share: who owns which block, tails, tiles, descriptors.
 
-A kernel is persistent, one program a multiprocessor. A program walks the schedule there and back
-(block p, then 2 G - 1 - p, 2 G + p, ...; G programs): longest first, evenly filled. Inside, a
-producer warp brings tiles through TMA while two consumer warpgroups compute, so that one's silu
-runs under the other's matrix products.
+A kernel is persistent, one program a multiprocessor. Its producer warp draws the next block of the
+schedule (longest first) from a counter, tells the consumers through shared memory, and brings tiles
+through TMA, while two consumer warpgroups compute, so that one's silu runs under the other's matrix
+products. Drawing matters: blocks dealt out beforehand left a third of the device idle.
 
 TMA does not know where a user ends. A tile that reaches past the end brings rows of the next user
 or of the tail: as columns or rows of scores the mask drops them, as rows of a right operand they
@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ops.hstu_attention.triton_schedule import HEADER
 
 GROUP_ROWS = 64
 """Rows of scores that a consumer warpgroup owns."""
@@ -30,26 +32,76 @@ BLOCK_ROWS = 2 * GROUP_ROWS
 
 
 @gluon.jit
-def num_steps(total):
-    """How many of `total` blocks this program owns."""
-    programs = gl.num_programs(0)
-    own = gl.program_id(0)
-    rounds = total // programs
-    last = gl.where(rounds % 2 == 0, own, programs - 1 - own)
-    return rounds + (last < total % programs).to(gl.int32)
+def draw(counter_ptr):
+    """The number of the next block nobody owns yet."""
+    return gl.atomic_add(counter_ptr, 1, sem="relaxed")
 
 
 @gluon.jit
-def block_of_step(step, table_ptr, num_blocks):
-    """Head, user and level of the block that this program does in this step."""
-    programs = gl.num_programs(0)
-    own = gl.program_id(0)
-    index = step * programs + gl.where(step % 2 == 0, own, programs - 1 - own)
-    head = index // gl.maximum(num_blocks, 1)
-    item = index % gl.maximum(num_blocks, 1)
-    user = gl.load(table_ptr + 1 + 2 * item, mask=item < num_blocks, other=0)
-    level = gl.load(table_ptr + 2 + 2 * item, mask=item < num_blocks, other=0)
-    return head, user, level
+def put_back(counter_ptr, index, total):
+    """Reset the counter for the next launch: by the program that drew last of all.
+
+    Each program stops at the first number past the end, so these are total, total + 1, ...
+    """
+    if index == total + gl.num_programs(0) - 1:
+        gl.store(counter_ptr, 0)
+
+
+@gluon.jit
+def block_of_index(index, table_ptr, num_blocks):
+    """Head, user and level of a block of the schedule, which runs once a head."""
+    item = index % num_blocks
+    user = gl.load(table_ptr + HEADER + 2 * item)
+    level = gl.load(table_ptr + HEADER + 2 * item + 1)
+    return index // num_blocks, user, level
+
+
+@gluon.jit
+def tell(step, board, head, level, start, n, c, m):
+    """The producer's word to the consumers: what block this step is; n < 0 ends the kernel."""
+    words, told, heard = board
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    slot = step % 2
+    mbarrier.wait(heard.index(slot), (step // 2 & 1) ^ 1)
+    i = gl.arange(0, 8, layout=layout)
+    word = gl.where(i == 0, head, gl.where(i == 1, level, gl.where(i == 2, start, n)))
+    word = gl.where(i == 4, c, gl.where(i == 5, m, word))
+    words.index(slot).store(word)
+    mbarrier.arrive(told.index(slot), count=1)
+
+
+@gluon.jit
+def hear(step, board):
+    """A consumer's side of `tell`: head, level, start, n, c, m, all int32."""
+    words, told, heard = board
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    slot = step % 2
+    mbarrier.wait(told.index(slot), step // 2 & 1)
+    word = words.index(slot).load(layout)
+    mbarrier.arrive(heard.index(slot), count=1)
+    # every thread holds all eight words: these sums pick one, at no cost
+    i = gl.arange(0, 8, layout=layout)
+    zero = gl.zeros_like(word)
+    head = gl.sum(gl.where(i == 0, word, zero), 0)
+    level = gl.sum(gl.where(i == 1, word, zero), 0)
+    start = gl.sum(gl.where(i == 2, word, zero), 0)
+    n = gl.sum(gl.where(i == 3, word, zero), 0)
+    c = gl.sum(gl.where(i == 4, word, zero), 0)
+    m = gl.sum(gl.where(i == 5, word, zero), 0)
+    return head, level, start, n, c, m
+
+
+@gluon.jit
+def new_board():
+    """Shared memory of `tell` and `hear`."""
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    words = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    heard = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for slot in gl.static_range(2):
+        mbarrier.init(told.index(slot), count=1)
+        mbarrier.init(heard.index(slot), count=2)
+    return words, told, heard
 
 
 @gluon.jit

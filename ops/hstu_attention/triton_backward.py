@@ -33,6 +33,7 @@ from ops.hstu_attention.triton_kernels import (
     _visible,
     _zero_past_the_end,
 )
+from ops.hstu_attention.triton_schedule import HEADER
 
 
 @triton.jit
@@ -141,8 +142,8 @@ def keys_kernel(
         _zero_past_the_end(dk_base, first, num_rows, dk_stride, A, KEYS, BLOCK_A)
         _zero_past_the_end(dv_base, first, num_rows, dv_stride, V, KEYS, BLOCK_V)
         return
-    user = tl.load(table_ptr + 1 + 2 * item)
-    level = tl.load(table_ptr + 2 + 2 * item)
+    user = tl.load(table_ptr + HEADER + 2 * item)
+    level = tl.load(table_ptr + HEADER + 1 + 2 * item)
     start, n, c, m = _user_shape(offsets_ptr, contextuals_ptr, candidates_ptr, user, RULE)
     key0 = ((n + KEYS - 1) // KEYS - 1 - level) * KEYS
     q_base = q_ptr + start * q_stride + head * q_head_stride
@@ -324,8 +325,8 @@ def rows_kernel(
         first += (item - num_blocks).to(tl.int64) * ROWS
         _zero_past_the_end(dq_base, first, num_rows, dq_stride, A, ROWS, BLOCK_A)
         return
-    user = tl.load(table_ptr + 1 + 2 * item)
-    row0 = tl.load(table_ptr + 2 + 2 * item) * ROWS
+    user = tl.load(table_ptr + HEADER + 2 * item)
+    row0 = tl.load(table_ptr + HEADER + 1 + 2 * item) * ROWS
     start, n, c, m = _user_shape(offsets_ptr, contextuals_ptr, candidates_ptr, user, RULE)
     q_base = q_ptr + start * q_stride + head * q_head_stride
     do_base = do_ptr + start * do_stride + head * do_head_stride

@@ -19,6 +19,7 @@ from ops.hstu_attention.triton_kernels import (
     _visible,
     _zero_past_the_end,
 )
+from ops.hstu_attention.triton_schedule import HEADER
 
 
 @triton.jit
@@ -102,8 +103,8 @@ def forward_kernel(
         first += (item - num_blocks).to(tl.int64) * ROWS
         _zero_past_the_end(out_base, first, num_rows, out_stride, V, ROWS, BLOCK_V)
         return
-    user = tl.load(table_ptr + 1 + 2 * item)
-    row0 = tl.load(table_ptr + 2 + 2 * item) * ROWS
+    user = tl.load(table_ptr + HEADER + 2 * item)
+    row0 = tl.load(table_ptr + HEADER + 1 + 2 * item) * ROWS
     start, n, c, m = _user_shape(offsets_ptr, contextuals_ptr, candidates_ptr, user, RULE)
     q_base = q_ptr + start * q_stride + head * q_head_stride
     k_base = k_ptr + start * k_stride + head * k_head_stride

@@ -193,6 +193,7 @@ class _Call:
                 bytes_per_row=bytes_per_row,
                 contextuals=self.contextuals,
                 candidates=self.candidates,
+                level_0_first=self.rule.contextual_rows_see_all,
             )
         return self._schedules[block]
 

@@ -6,12 +6,14 @@ row block (number of blocks - 1 - j): one table serves both.
 
     chunk   users whose first row falls into the same `chunk_rows` rows: their keys and values of
             one head stay in the L2 cache while the chunk runs
-    order   chunk by chunk; inside one highest level (longest work) first; inside a level by user
+    order   chunk by chunk; inside one highest level (longest work) first; inside a level by user;
+            level 0 before all others where contextual rows, which are there, see all columns
 
 So lengths of any skew end evenly, whatever order the users came in. The kernels run the whole list
 once a head. The list is sized by what the host knows: at most T // BLOCK + B blocks.
 
-Layout, int32: [number of blocks, user 0, level 0, user 1, level 1, ...]; the rest is not written.
+Layout, int32: [number of blocks, counters of kernels that draw their blocks (zero), user 0, level
+0, user 1, level 1, ...]; the rest is not written.
 """
 
 # ruff: noqa: ANN001  a kernel's arguments are device values without a Python type
@@ -24,6 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 _L2_BYTES = 24 << 20  # half of a Hopper's L2
+HEADER = tl.constexpr(4)
+"""Words before the first block: the number of blocks, then a counter for each kernel below."""
+COUNTERS = {"forward": 1, "keys": 2, "rows": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,7 @@ def build_schedule(
     bytes_per_row: int,
     contextuals: Tensor | None,
     candidates: Tensor | None,
+    level_0_first: bool = False,
 ) -> Schedule:
     """Return the schedule of a batch.
 
@@ -57,10 +63,11 @@ def build_schedule(
         bytes_per_row: bytes of one key and one value row of one head.
         contextuals: (B,) or None.
         candidates: (B,) or None.
+        level_0_first: the first block of a user has the most work.
     """
     num_users = seq_offsets.numel() - 1
     max_blocks = num_rows // block + num_users
-    table = torch.empty(1 + 2 * max_blocks, dtype=torch.int32, device=seq_offsets.device)
+    table = torch.empty(HEADER.value + 2 * max_blocks, dtype=torch.int32, device=seq_offsets.device)
     chunk_rows = max(_L2_BYTES // bytes_per_row, block)
     users_per_step = min(1024, max(16, triton.next_power_of_2(num_users)))
     grid = (-(-max_seq_len // block), num_rows // chunk_rows + 1)
@@ -74,6 +81,7 @@ def build_schedule(
         max_seq_len,
         chunk_rows,
         BLOCK=block,
+        LEVEL_0_FIRST=level_0_first,
         USERS=users_per_step,
         num_warps=4,
     )
@@ -103,6 +111,7 @@ def _schedule_kernel(
     max_seq_len,
     chunk_rows,
     BLOCK: tl.constexpr,
+    LEVEL_0_FIRST: tl.constexpr,
     USERS: tl.constexpr,
 ):
     """Write the blocks of one level of one chunk to their places."""
@@ -115,8 +124,10 @@ def _schedule_kernel(
         users = first_user + lane
         start, blocks, length = _num_blocks(offsets_ptr, users, num_users, BLOCK)
         own = start // chunk_rows
-        higher = tl.where(own == chunk, tl.maximum(blocks - level - 1, 0), 0)
-        before += _sum(tl.where(own < chunk, blocks, higher))
+        earlier = tl.maximum(blocks - level - 1, 0)
+        if LEVEL_0_FIRST:
+            earlier = tl.where(level == 0, 0, earlier + (blocks > 0).to(tl.int32))
+        before += _sum(tl.where(own < chunk, blocks, tl.where(own == chunk, earlier, 0)))
         total += _sum(blocks)
         if (level == 0) & (chunk == 0):
             _check(
@@ -134,12 +145,14 @@ def _schedule_kernel(
         start, blocks, _ = _num_blocks(offsets_ptr, users, num_users, BLOCK)
         emits = (start // chunk_rows == chunk) & (blocks > level)
         rank = tl.associative_scan(emits.to(tl.int32), 0, tl.standard._sum_combine)
-        place = table_ptr + 1 + 2 * (before + rank - 1)
+        place = table_ptr + HEADER + 2 * (before + rank - 1)
         tl.store(place, users, mask=emits)
         tl.store(place + 1, lane * 0 + level, mask=emits)
         before += _sum(emits.to(tl.int32))
     if (level == 0) & (chunk == 0):
         tl.store(table_ptr, total)
+        for counter in tl.static_range(1, HEADER):
+            tl.store(table_ptr + counter, 0)
 
 
 @triton.jit
