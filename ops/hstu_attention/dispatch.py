@@ -14,21 +14,49 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "pytorch", "triton", "cutlass")
 _WAY_OUT = 'set NetworkArgs.kernel_backend = "auto" to run the best one that can'
 _TRITON_MAX_DIM = 256
+_TRITON_MAX_ROWS = 2**31 - 1
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_announced: set[tuple[str, str]] = set()
+_announced: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """What of a model's attention calls is known when it is built."""
+    """What of a model's attention calls is known when it is built; None = not known there.
+
+    Fields from `num_heads` on say what the calls will pass (`ops.hstu_attention.hstu_attention`).
+    """
 
     attention_dim: int
     linear_dim: int
     dtype: torch.dtype
+    num_heads: int | None = None
+    max_num_users: int | None = None
+    """Users of the largest batch."""
+    max_seq_len: int | None = None
+    has_contextuals: bool = True
+    """num_contextuals is passed, be it of zeros; so for has_candidates."""
+    has_candidates: bool = True
+    target_group_size: int = 1
+    is_causal: bool = True
+    disable_contextual_mask: bool = False
+    attention_window: int | None = None
+    has_position_bias: bool = False
+    has_time_bias: bool = False
+    deterministic: bool = False
+
+    @property
+    def max_num_rows(self) -> int | None:
+        """Rows of a batch of which every user is as long as allowed."""
+        if self.max_num_users is None or self.max_seq_len is None:
+            return None
+        return self.max_num_users * self.max_seq_len
 
 
 def refuse_unsupported(shape: CallShape) -> str | None:
-    """Return why our Triton kernels cannot run such calls, None when they can."""
+    """Return why our Triton kernels cannot run such calls, None when they can.
+
+    They have every mask and both biases, with any group size, window and deterministic.
+    """
     for name in ("attention_dim", "linear_dim"):
         width = getattr(shape, name)
         if not 1 <= width <= _TRITON_MAX_DIM:
@@ -36,6 +64,12 @@ def refuse_unsupported(shape: CallShape) -> str | None:
     if shape.dtype not in _TRITON_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _TRITON_DTYPES)
         return f"the dtype must be one of {names} for our Triton kernels, got {shape.dtype}"
+    if shape.max_num_rows is not None and shape.max_num_rows > _TRITON_MAX_ROWS:
+        return (
+            f"at most {_TRITON_MAX_ROWS} rows fit our Triton kernels, a batch may have "
+            f"{shape.max_num_users} users x {shape.max_seq_len} = {shape.max_num_rows}; "
+            "lower the batch size or max_history_seqlen"
+        )
     return None
 
 
@@ -44,7 +78,9 @@ def available_backends(
 ) -> dict[str, str | None]:
     """Return each backend's name with None when it can run, or the reason why it cannot.
 
-    device_type "cpu" or "cuda"; None = what this machine has. shape: also check head dims, dtype.
+    Args:
+        device_type: "cpu" or "cuda"; None = what this machine has.
+        shape: also check everything that is known of the calls.
     """
     return {name: _refuse(name, device_type, shape) for name in BACKENDS if name != "auto"}
 
@@ -59,7 +95,7 @@ def _refuse(name: str, device_type: str | None, shape: CallShape | None) -> str 
 
 def _refuse_triton(device_type: str, shape: CallShape | None) -> str | None:
     if find_spec("triton") is None:
-        return "the package triton is not installed"
+        return "the package triton is not installed (pip install triton, as torch for CUDA does)"
     if device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         return None if shape is None else refuse_unsupported(shape)
     return (
@@ -75,11 +111,12 @@ def choose_backend(
     field: str = "NetworkArgs.kernel_backend",
     shape: CallShape | None = None,
 ) -> str:
-    """Return the backend that `name` stands for on a device type ("cpu", "cuda"); never falls back.
+    """Return the backend that `name` stands for on a device type ("cpu", "cuda").
 
-    "auto" picks pytorch and logs that and why, once for each device type: triton is asked for by
-    name until a whole training run with it has been compared. With `shape`, head dims and dtypes
-    that a backend does not have are refused here rather than at the first call.
+    "auto" is triton on a GPU and pytorch on a CPU. Where triton cannot run the calls, auto, and
+    auto alone, runs pytorch instead. It logs what it picked and what each other backend refuses,
+    once for each outcome. With `shape`, calls that a backend does not have are refused here rather
+    than at the first one.
 
     Raises:
         ValueError: an unknown name; "reference", which is an oracle for tests, not for training.
@@ -91,12 +128,16 @@ def choose_backend(
             raise refusal
         return name
     backends = available_backends(device_type, shape)
-    if ("auto", device_type) not in _announced:
-        _announced.add(("auto", device_type))
-        reasons = [f"{key}: {why or 'only by name so far'}" for key, why in backends.items()]
-        because = "the default there" if device_type == "cpu" else "; ".join(reasons[1:])
-        logger.info('%s = "auto" runs "pytorch" on %s (%s)', field, device_type, because)
-    return "pytorch"
+    picked = "triton" if device_type == "cuda" and backends["triton"] is None else "pytorch"
+    because = "the default there"
+    if device_type != "cpu":
+        refusals = [f"{key}: {why}" for key, why in backends.items() if why is not None]
+        because = "; ".join(refusals) or "nothing refused"
+    message = f'{field} = "auto" runs "{picked}" on {device_type} ({because})'
+    if message not in _announced:
+        _announced.add(message)
+        logger.info("%s", message)
+    return picked
 
 
 def refuse_unavailable(

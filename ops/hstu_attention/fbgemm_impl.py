@@ -37,7 +37,7 @@ HSTU_DISABLE_HDIM... set writes nothing and says nothing, by its source) are unv
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from ops.hstu_attention.spec import AttentionSpec
-from ops.jagged.offsets import INT32_MAX
+from ops.jagged.offsets import INT32_MAX, require_32bit_indexing
 
 if TYPE_CHECKING:
     from ops.hstu_attention.dispatch import CallShape
@@ -132,9 +132,24 @@ def refuse(device_type: str, shape: CallShape | None) -> str | None:
                 f"has {major}.{minor}"
             )
     refusal = load_package().refusal
-    if refusal is None and shape is not None:
-        return _refuse_shape(shape.attention_dim, shape.linear_dim, shape.dtype)
-    return refusal
+    return refusal if refusal is not None or shape is None else _refuse_built(shape)
+
+
+def _refuse_built(shape: CallShape) -> str | None:
+    """Return why the kernels cannot run calls of `shape`, by what is known before the first one."""
+    reason = _refuse_shape(shape.attention_dim, shape.linear_dim, shape.dtype)
+    if reason is None:
+        reason = _refuse_rule(
+            {"position_bias": shape.has_position_bias, "time_bias": shape.has_time_bias},
+            {"num_contextuals": shape.has_contextuals, "num_candidates": shape.has_candidates},
+            window=_window(shape.attention_window, shape.max_seq_len),
+            deterministic=shape.deterministic,
+        )
+    if reason is None and shape.max_num_rows is not None and shape.num_heads is not None:
+        assert shape.max_num_users is not None
+        sizes = (shape.max_num_rows, shape.num_heads, shape.attention_dim)
+        reason = _refuse_rows(sizes, shape.max_num_users)
+    return reason
 
 
 def _is_installed() -> bool:
@@ -162,36 +177,56 @@ def _refuse_shape(attention_dim: int, linear_dim: int, dtype: torch.dtype) -> st
 def _refuse_call(q_THA: Tensor, v_THV: Tensor, num_users: int, spec: AttentionSpec) -> str | None:
     num_rows, num_heads, attention_dim = q_THA.shape
     reason = _refuse_shape(attention_dim, v_THV.shape[2], q_THA.dtype)
-    if reason is not None:
-        return reason
-    for name in ("position_bias", "time_bias"):
-        if getattr(spec, name) is not None:
-            return (
-                f"{name} is not in FBGEMM's kernels: their rab is a (B, H, N, N) tensor, here "
-                f"{num_users} x {num_heads} x {spec.max_seq_len} x {spec.max_seq_len}"
-            )
-    if spec.deterministic:
+    if reason is None:
+        is_given = {
+            name: getattr(spec, name) is not None
+            for name in ("position_bias", "time_bias", "num_contextuals", "num_candidates")
+        }
+        reason = _refuse_rule(
+            {name: is_given[name] for name in ("position_bias", "time_bias")},
+            {name: is_given[name] for name in ("num_contextuals", "num_candidates")},
+            window=_window(spec.attention_window, spec.max_seq_len),
+            deterministic=spec.deterministic,
+        )
+    return reason or _refuse_rows((num_rows, num_heads, attention_dim), num_users)
+
+
+def _refuse_rule(
+    has_bias: Mapping[str, bool],
+    has_counts: Mapping[str, bool],
+    *,
+    window: int | None,
+    deterministic: bool,
+) -> str | None:
+    """Return which part of mask, bias and order of sums they do not have."""
+    for name in (name for name, is_given in has_bias.items() if is_given):
+        return f"{name} is not in FBGEMM's kernels: their rab is a (B, H, N, N) tensor"
+    if deterministic:
         return "deterministic = True: FBGEMM's backward adds gradients in no fixed order"
-    if _window(spec) is not None:
-        for name in ("num_contextuals", "num_candidates"):
-            if getattr(spec, name) is not None:
-                return (
-                    f"attention_window = {spec.attention_window} together with {name}: FBGEMM's "
-                    "window also cuts contextual columns and the own group"
-                )
-    if q_THA.numel() > INT32_MAX or num_rows + num_users * _ROWS_PADDED_A_USER > INT32_MAX:
+    for name in (name for name, is_given in has_counts.items() if is_given and window is not None):
         return (
-            f"q of {num_rows} x {num_heads} x {attention_dim} = {q_THA.numel()} elements "
-            f"({num_users} users): FBGEMM's kernels count rows in 32 bits and were never checked "
-            f"past {INT32_MAX} elements; lower the batch size or max_history_seqlen"
+            f"attention_window = {window} together with {name}: FBGEMM's "
+            "window also cuts contextual columns and the own group"
         )
     return None
 
 
-def _window(spec: AttentionSpec) -> int | None:
+def _refuse_rows(sizes: tuple[int, int, int], num_users: int) -> str | None:
+    """Return whether q of (rows, heads, attention_dim) passes what they can count."""
+    try:
+        require_32bit_indexing(sizes, name="q", kernel="FBGEMM's package hstu")
+        padded = (sizes[0] + num_users * _ROWS_PADDED_A_USER,)
+        require_32bit_indexing(padded, name="the padded rows", kernel="FBGEMM's package hstu")
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _window(attention_window: int | None, max_seq_len: int | None) -> int | None:
     """Return the window when it can cut anything."""
-    window = spec.attention_window
-    return None if window is None or window >= spec.max_seq_len else window
+    if attention_window is None or (max_seq_len is not None and attention_window >= max_seq_len):
+        return None
+    return attention_window
 
 
 def hstu_attention(
@@ -250,7 +285,7 @@ def _mask_arguments(spec: AttentionSpec, device: torch.device) -> dict[str, Any]
     contexts, candidates = (
         None if x is None else x.to(device, torch.int32).contiguous() for x in counts
     )
-    window = _window(spec)
+    window = _window(spec.attention_window, spec.max_seq_len)
     reach = -1 if window is None else window - 1
     return {
         "num_contexts": contexts,

@@ -15,26 +15,54 @@ tested base is the plain kernels, whose results these must equal to the same bou
 
 # ruff: noqa: ANN001, ANN201  a kernel's arguments are device values without a Python type
 
-from functools import lru_cache
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ops.hstu_attention.triton_kernels import _masked_tile, _visible
 from ops.hstu_attention.triton_schedule import HEADER
 
-GROUP_ROWS = 64
-"""Rows of scores that a consumer warpgroup owns."""
-BLOCK_ROWS = 2 * GROUP_ROWS
+HIDDEN = gl.constexpr(-64.0)
+"""Half score of a pair that the mask hides: silu and its slope are exactly zero there."""
 
-
-@gluon.jit
-def draw(counter_ptr):
-    """The number of the next block nobody owns yet."""
-    return gl.atomic_add(counter_ptr, 1, sem="relaxed")
+_SLOPES = """{
+    .reg .f32 t0, t1, n0, n1, s0, s1;
+    tanh.approx.f32 t0, $1;
+    tanh.approx.f32 t1, $2;
+    neg.f32 n0, t0;
+    neg.f32 n1, t1;
+    fma.rn.f32 n0, n0, t0, 0f3F800000;
+    fma.rn.f32 n1, n1, t1, 0f3F800000;
+    add.f32 s0, t0, 0f3F800000;
+    add.f32 s1, t1, 0f3F800000;
+    fma.rn.f32 s0, $1, n0, s0;
+    fma.rn.f32 s1, $2, n1, s1;
+    cvt.rn.DTYPEx2.f32 $0, s1, s0;
+}"""
+_WEIGHTS = """{
+    .reg .f32 t0, t1, n0, n1, p0, p1, s0, s1;
+    tanh.approx.f32 t0, $2;
+    tanh.approx.f32 t1, $3;
+    fma.rn.f32 p0, $2, t0, $2;
+    fma.rn.f32 p1, $3, t1, $3;
+    neg.f32 n0, t0;
+    neg.f32 n1, t1;
+    fma.rn.f32 n0, n0, t0, 0f3F800000;
+    fma.rn.f32 n1, n1, t1, 0f3F800000;
+    add.f32 s0, t0, 0f3F800000;
+    add.f32 s1, t1, 0f3F800000;
+    fma.rn.f32 s0, $2, n0, s0;
+    fma.rn.f32 s1, $3, n1, s1;
+    cvt.rn.DTYPEx2.f32 $0, p1, p0;
+    cvt.rn.DTYPEx2.f32 $1, s1, s0;
+}"""
+_TIMES = "{ .reg .b32 d; cvt.rn.DTYPEx2.f32 d, $2, $1; mul.rn.DTYPEx2 $0, d, $3; }"
+_WEIGHTS_BF16 = gl.constexpr(_WEIGHTS.replace("DTYPE", "bf16"))
+_WEIGHTS_FP16 = gl.constexpr(_WEIGHTS.replace("DTYPE", "f16"))
+_SLOPES_BF16 = gl.constexpr(_SLOPES.replace("DTYPE", "bf16"))
+_SLOPES_FP16 = gl.constexpr(_SLOPES.replace("DTYPE", "f16"))
+_TIMES_BF16 = gl.constexpr(_TIMES.replace("DTYPE", "bf16"))
+_TIMES_FP16 = gl.constexpr(_TIMES.replace("DTYPE", "f16"))
 
 
 @gluon.jit
@@ -48,12 +76,29 @@ def put_back(counter_ptr, index, total):
 
 
 @gluon.jit
-def block_of_index(index, table_ptr, num_blocks):
-    """Head, user and level of a block of the schedule, which runs once a head."""
-    item = index % num_blocks
-    user = gl.load(table_ptr + HEADER + 2 * item)
-    level = gl.load(table_ptr + HEADER + 2 * item + 1)
-    return index // num_blocks, user, level
+def draw_block(counter_ptr, structure, RULE: gl.constexpr):
+    """The number of the next block nobody owns yet, its head, level, start, n, c, m.
+
+    n is -1 where there is none.
+    """
+    (
+        offsets_ptr, contextuals_ptr, candidates_ptr, table_ptr, num_heads, total, group_size,
+        window,
+    ) = structure  # fmt: skip
+    index = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    exists = index < total
+    item = index // num_heads
+    user = gl.load(table_ptr + HEADER + 2 * item, mask=exists, other=0)
+    level = gl.load(table_ptr + HEADER + 2 * item + 1, mask=exists, other=0)
+    start = gl.load(offsets_ptr + user, mask=exists, other=0).to(gl.int32)
+    n = gl.load(offsets_ptr + user + 1, mask=exists, other=0).to(gl.int32) - start
+    c = n * 0
+    m = n
+    if RULE.has_contextuals:
+        c = gl.load(contextuals_ptr + user, mask=exists, other=0).to(gl.int32)
+    if RULE.has_candidates:
+        m = n - gl.load(candidates_ptr + user, mask=exists, other=0).to(gl.int32)
+    return index, index % num_heads, level, start, gl.where(exists, n, -1), c, m
 
 
 @gluon.jit
@@ -105,15 +150,150 @@ def new_board():
 
 
 @gluon.jit
+def weights_and_slopes(h, dtype: gl.constexpr):
+    """silu(2 h) and 2 silu'(2 h) in `dtype`, two at a time; HIDDEN gives exact zeros.
+
+    Rounded at once and volatile: as FP32 values that wait for a matrix product they would take
+    registers that the arithmetic needs, and the compiler would move it all behind the wait.
+    """
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            _WEIGHTS_BF16, "=r,=r,f,f", [h], dtype=(gl.bfloat16, gl.bfloat16), is_pure=False, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            _WEIGHTS_FP16, "=r,=r,f,f", [h], dtype=(gl.float16, gl.float16), is_pure=False, pack=2
+        )
+
+
+@gluon.jit
+def slopes(h, dtype: gl.constexpr):
+    """The second half of `weights_and_slopes`."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            _SLOPES_BF16, "=r,f,f", [h], dtype=gl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            _SLOPES_FP16, "=r,f,f", [h], dtype=gl.float16, is_pure=False, pack=2
+        )
+
+
+@gluon.jit
+def times_slopes(dp, slope):
+    """dp, rounded to the dtype of slope, times slope: the score gradients, two at a time."""
+    asm: gl.constexpr = _TIMES_BF16 if slope.dtype == gl.bfloat16 else _TIMES_FP16
+    return gl.inline_asm_elementwise(
+        asm, "=r,f,f,r", [dp, slope], dtype=slope.dtype, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def first_key(
+    tile,
+    num_masked,
+    num_front,
+    main_start,
+    num_main,
+    candidate_start,
+    m,
+    n,
+    KEYS: gl.constexpr,
+    RULE: gl.constexpr,
+):
+    """First key of a tile, and where its visible keys end; masked tiles come first."""
+    first, end = _masked_tile(
+        tile, num_front, main_start, num_main, candidate_start, m, n, KEYS, RULE
+    )
+    is_masked = tile < num_masked
+    return gl.where(is_masked, first, (tile - num_masked) * KEYS), gl.where(is_masked, end, n)
+
+
+@gluon.jit
+def seen_by_rows(row, col, end, c, m, group_size, window, RULE: gl.constexpr):
+    """Whether rows (64, 1) see columns (1, KEYS) of a masked tile that ends at `end`.
+
+    All but two comparisons are a row's, and a thread has two rows: `_visible` costs five times as
+    much as the tile's products.
+    """
+    if RULE.causal and not RULE.has_window:
+        last = row
+        if RULE.contextual_rows_see_all:
+            last = gl.where(row < c, m - 1, row)
+        last = gl.minimum(last, end - 1)
+        if RULE.has_candidates:
+            own = m + (row - m) // group_size * group_size
+            # tiles of main columns end at m, those of candidates at n
+            first = gl.where(end > m, own, 0)
+            return (col >= first) & (col <= last)
+        else:
+            return col <= last
+    else:
+        return _visible(row, col, c, m, group_size, window, RULE) & (col < end)
+
+
+@gluon.jit
+def seen_by_columns(row, col, n, c, m, group_size, window, RULE: gl.constexpr):
+    """`seen_by_rows` for transposed tiles: rows (1, 64), columns (64, 1)."""
+    if RULE.causal and not RULE.has_window:
+        after = n
+        if RULE.has_candidates:
+            after = gl.minimum(n, m + ((col - m) // group_size + 1) * group_size)
+            after = gl.where(col < m, n, after)
+        seen = (row >= col) & (row < after)
+        if RULE.contextual_rows_see_all:
+            seen = seen | (row < gl.where(col < m, c, 0))
+        return seen
+    else:
+        return _visible(row, col, c, m, group_size, window, RULE) & (row < n)
+
+
+@gluon.jit
+def wait_for_tile(full, count, exists, STAGES: gl.constexpr):
+    """Wait for the tile that is the count-th of all.
+
+    It stands between the arithmetic of a tile and the wait for a matrix product, as a fence for
+    the compiler, which else moves the arithmetic behind the wait, where it overlaps nothing.
+    """
+    mbarrier.wait(full.index(count % STAGES), count // STAGES & 1, pred=exists)
+
+
+@gluon.jit
+def first_row(
+    tile, num_masked, num_front, masked_start, num_around, full_start, last_start
+):  # fmt: skip
+    """First row of a tile that keys meet; masked ones come first: front, diagonal, last."""
+    around = masked_start + (tile - num_front) * 64
+    row0 = gl.where(tile < num_front, tile * 64, around)
+    row0 = gl.where(tile >= num_front + num_around, last_start, row0)
+    return gl.where(tile < num_masked, row0, full_start + (tile - num_masked) * 64)
+
+
+@gluon.jit
+def nothing():
+    """Zero, but the compiler does not know.
+
+    Added to the place of a tile in shared memory it keeps the addresses of all its pieces from
+    being computed before the loop, where they would take more registers than there are.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def zero_rows_past(tile, num_valid, ROWS: gl.constexpr):
     """Zero the rows of a tile in shared memory from num_valid on, visibly to the tensor cores.
 
     Both warpgroups may do it to the same tile: they write the same.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    values = tile.load(layout)
-    tile.store(gl.where(row < num_valid, values, gl.zeros_like(values)))
+    row = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))[:, None]
+    for first in gl.static_range(0, ROWS, 8):  # few rows at a time: registers are full
+        if first + 8 > num_valid:
+            rows = tile.slice(first, 8, dim=0)
+            values = rows.load(layout)
+            rows.store(gl.where(first + row < num_valid, values, gl.zeros_like(values)))
     fence_async_shared()
     gl.thread_barrier()
 
@@ -140,35 +320,3 @@ def store_rows(base, stride, first, end, tile, WIDTH: gl.constexpr):
     row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     col = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
     gl.store(base + row.to(gl.int64)[:, None] * stride + col, values, mask=(row < end)[:, None])
-
-
-def descriptor(x_THA: Tensor, block_rows: int) -> TensorDescriptor | None:
-    """A TMA descriptor of (T, columns of all heads), None where TMA cannot walk the tensor."""
-    num_rows, num_heads, width = x_THA.shape
-    row_stride, head_stride, _ = x_THA.stride()
-    columns = (num_heads - 1) * head_stride + width
-    aligned = x_THA.data_ptr() % 16 == 0 and row_stride % 8 == 0 and head_stride % 8 == 0
-    if not aligned or row_stride < columns:
-        return None
-    layout = _shared_layout(block_rows, width, x_THA.dtype)
-    return TensorDescriptor(
-        x_THA, [num_rows, columns], [row_stride, 1], [block_rows, width], layout
-    )
-
-
-@lru_cache(maxsize=64)
-def _shared_layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, width], element)
-
-
-@lru_cache(maxsize=64)
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device has Hopper's warpgroup instructions; Blackwell has others."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@lru_cache(maxsize=64)
-def num_multiprocessors(device: torch.device) -> int:
-    """How many programs fill the device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

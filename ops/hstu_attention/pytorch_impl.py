@@ -3,7 +3,7 @@
 Any device. Nothing of size n * n outlives a tile, so the arithmetic stays in cache: measured on a
 CPU two to three times as fast as autograd through four padded buckets. Padding needs no mask: a
 padded column has v = 0 and a padded row has a zero output gradient, so neither adds anything.
-Reads the lengths on the host: free on a CPU, one wait a call on a GPU. First derivatives only.
+Reads the lengths on the host: free on a CPU, waits in every call on a GPU. First derivatives only.
 """
 
 from typing import Any

@@ -20,9 +20,8 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ops.hstu_attention import hopper_backward, hopper_forward
+from ops.hstu_attention import hopper_impl
 from ops.hstu_attention.dispatch import CallShape, refuse_unsupported
-from ops.hstu_attention.hopper_kernels import BLOCK_ROWS
 from ops.hstu_attention.spec import AttentionSpec
 from ops.hstu_attention.time_buckets import time_bucket_boundaries
 from ops.hstu_attention.triton_backward import cast_kernel, keys_kernel, rows_kernel
@@ -110,7 +109,7 @@ class _Attention(torch.autograd.Function):
         spec: AttentionSpec,
     ) -> Tensor:
         q, k, v = (_rows_contiguous(x) for x in (q, k, v))
-        call = _Call(q, v, position_bias, time_bias, seq_offsets, spec)
+        call = _Call(q, k, v, position_bias, time_bias, seq_offsets, spec)
         ctx.save_for_backward(q, k, v, position_bias, time_bias)
         ctx.call = call
         out = v.new_empty(v.shape)
@@ -134,6 +133,7 @@ class _Call:
     def __init__(
         self,
         q: Tensor,
+        k: Tensor,
         v: Tensor,
         position_bias: Tensor | None,
         time_bias: Tensor | None,
@@ -160,6 +160,7 @@ class _Call:
             has_position_bias=position_bias is not None,
             has_time_bias=time_bias is not None,
         )
+        self.on_hopper = not INTERPRETED and hopper_impl.can_run(q, k, v=v, rule=self.rule)
         self.numerics = Numerics(
             tanh_approx=q.dtype != torch.float32 and not INTERPRETED,
             upcast=INTERPRETED,
@@ -184,7 +185,9 @@ class _Call:
     def schedule(self, block: int) -> Schedule:
         """The order of the blocks of `block` rows."""
         if block not in self._schedules:
-            bytes_per_row = (self.attention_dim + self.linear_dim) * self.element_bytes
+            heads_together = self.num_heads if self.on_hopper else 1
+            widths = self.attention_dim + self.linear_dim
+            bytes_per_row = heads_together * widths * self.element_bytes
             self._schedules[block] = build_schedule(
                 self.seq_offsets,
                 num_rows=self.num_rows,
@@ -270,10 +273,9 @@ def _launch_forward(
     position_bias: Tensor | None,
     time_bias: Tensor | None,
 ) -> None:
-    if not INTERPRETED and hopper_forward.can_forward(q, v, call.rule):
-        batch = call.structure(BLOCK_ROWS)
-        if hopper_forward.launch_forward(q, k, v, out, batch=batch, rule=call.rule):
-            return
+    if call.on_hopper:
+        hopper_impl.launch_forward(q, k, v=v, out=out, structure=call.structure, rule=call.rule)
+        return
     tiles = call.tiles("forward")
     descriptors: tuple[Any, Any] = (None, None)
     if tiles.descriptors and call.padded_dims() == (call.attention_dim, call.linear_dim):
@@ -307,10 +309,9 @@ def _launch_backward(
     if not v.numel():
         return dq, dk, dv, *_finish_bias_grads(tables, factor, table_grads)
     inputs = (q, k, v, grad_out)
-    if not INTERPRETED and hopper_backward.can_backward(q, v, call.rule):
-        batch = call.structure(BLOCK_ROWS)
-        if hopper_backward.launch_backward(inputs, (dq, dk, dv), batch=batch, rule=call.rule):
-            return dq, dk, dv, None, None
+    if call.on_hopper:
+        hopper_impl.launch_backward(inputs, (dq, dk, dv), structure=call.structure, rule=call.rule)
+        return dq, dk, dv, None, None
     if call.spec.deterministic:
         _launch_keys(call, inputs, (None, dk, dv), tables, table_grads, factor)
         _launch_rows(call, inputs, dq, tables)

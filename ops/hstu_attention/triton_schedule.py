@@ -4,13 +4,14 @@ A block is BLOCK consecutive rows (or keys) of one user. Its level is its number
 mask the work of a row block grows with its level, and that of key block j is as large as that of
 row block (number of blocks - 1 - j): one table serves both.
 
-    chunk   users whose first row falls into the same `chunk_rows` rows: their keys and values of
-            one head stay in the L2 cache while the chunk runs
+    chunk   users whose first row falls into the same `chunk_rows` rows: their keys and values
+            stay in the L2 cache while the chunk runs
     order   chunk by chunk; inside one highest level (longest work) first; inside a level by user;
             level 0 before all others where contextual rows, which are there, see all columns
 
-So lengths of any skew end evenly, whatever order the users came in. The kernels run the whole list
-once a head. The list is sized by what the host knows: at most T // BLOCK + B blocks.
+So lengths of any skew end evenly, whatever order the users came in. The plain kernels run the whole
+list once a head, the Gluon ones every block in all heads before the next. The list is sized by what
+the host knows: at most T // BLOCK + B blocks.
 
 Layout, int32: [number of blocks, counters of kernels that draw their blocks (zero), user 0, level
 0, user 1, level 1, ...]; the rest is not written.
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_L2_BYTES = 24 << 20  # half of a Hopper's L2
+_L2_BYTES = 32 << 20  # two thirds of a Hopper's L2
 HEADER = tl.constexpr(4)
 """Words before the first block: the number of blocks, then a counter for each kernel below."""
 COUNTERS = {"forward": 1, "keys": 2, "rows": 3}
@@ -60,7 +61,7 @@ def build_schedule(
         max_seq_len: a longer sequence, an offset that falls or passes T, and counts that do not fit
             their sequence stop the device with an assertion (the host never reads them).
         block: rows of a block.
-        bytes_per_row: bytes of one key and one value row of one head.
+        bytes_per_row: bytes of one key and one value row, of the heads that run at the same time.
         contextuals: (B,) or None.
         candidates: (B,) or None.
         level_0_first: the first block of a user has the most work.
