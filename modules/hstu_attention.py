@@ -1,12 +1,14 @@
 """Attention of an HSTU layer: from the fused projection to the attention output and the gate u."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from modules.hstu_config import HSTUConfig
 from modules.jagged_sequence import JaggedSequence
 from ops.hstu_attention import hstu_attention
-from ops.silu_split import silu_split
+from ops.silu_split import RecomputedActivation, silu_split
 
 
 class HSTUAttention(nn.Module):
@@ -25,20 +27,38 @@ class HSTUAttention(nn.Module):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
 
-    def forward(self, uvqk_TX: Tensor, sequence: JaggedSequence) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        uvqk_TX: Tensor,
+        sequence: JaggedSequence,
+        *,
+        bias_X: Tensor | None = None,
+        recomputed: RecomputedActivation | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return attn_THV and u_THV in the dtype of uvqk.
+
+        With bias_X, u is handed out before bias and SiLU, which its gate applies (`silu_split`).
 
         Args:
             uvqk_TX: X = num_heads * 2 * (linear_dim + attention_dim), head-major [u | v | q | k].
             sequence: offsets, counts and times; its values are not read.
+            bias_X: added to uvqk first (`NormLinear.left_bias`).
+            recomputed: entered by the caller; told of SiLU's output, so that it is not kept.
         """
         config = self.config
-        u_THV, v_THV, q_THA, k_THA = silu_split(
-            uvqk_TX,
-            config.num_heads,
+        activate = partial(
+            silu_split,
+            num_heads=config.num_heads,
             attention_dim=config.attention_dim,
             linear_dim=config.linear_dim,
+            bias_X=bias_X,
+            activates_u=bias_X is None,
+            backend=config.elementwise_backend,
         )
+        u_THV, v_THV, q_THA, k_THA = activate(uvqk_TX)
+        if recomputed is not None:
+            rows = uvqk_TX.detach()
+            recomputed.watch(v_THV, lambda: activate(rows)[1])
         attn_THV = hstu_attention(
             q_THA,
             k_THA,

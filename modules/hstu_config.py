@@ -1,14 +1,19 @@
 """What an HSTU layer is made of, resolved: no sentinel left, the backend chosen."""
 
+import logging
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
 from ops.hstu_attention import CallShape, choose_backend
+from ops.norm import refuse_unsupported
 
 if TYPE_CHECKING:
     from configs.schema import NetworkArgs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,8 @@ class HSTUConfig:
     """Width of u and v per head."""
     attention_backend: str
     """A name `ops.hstu_attention` runs, already chosen."""
+    elementwise_backend: str = "pytorch"
+    """What runs norms, SiLU, the gate and dropout: "pytorch" or "triton", already chosen."""
     dropout: float = 0.0
     norm_epsilon: float = 1e-5
     is_causal: bool = True
@@ -37,16 +44,9 @@ class HSTUConfig:
     recompute_input_layernorm: bool = False
     """Do not keep the normalised rows for the backward pass; compute them again."""
     recompute_input_silu: bool = False
-    """Do not keep SiLU's output for the backward pass; compute it again. Not built yet."""
+    """Do not keep SiLU's output for the backward pass; compute it again."""
     deterministic: bool = False
     """Ask the backend for the same bits every run."""
-
-    def __post_init__(self) -> None:
-        if self.recompute_input_silu:
-            raise NotImplementedError(
-                "NetworkArgs.recompute_input_silu = True is not built yet; set it to False "
-                "(the same numbers from more memory)"
-            )
 
     @property
     def uvqk_features(self) -> int:
@@ -61,6 +61,8 @@ class HSTUConfig:
         disable_contextual_mask: bool,
         device_type: str,
         deterministic: bool = False,
+        max_num_users: int | None = None,
+        max_seq_len: int | None = None,
     ) -> "HSTUConfig":
         """Return the layer's config as a gin file's NetworkArgs asks for it.
 
@@ -69,25 +71,31 @@ class HSTUConfig:
             disable_contextual_mask: resolved by the leak rule, never None.
             device_type: "cpu" or "cuda"; decides what kernel_backend = "auto" runs.
             deterministic: ask the backend for the same bits every run.
+            max_num_users, max_seq_len: of the largest batch and its longest user, in tokens; None
+                leaves the index range to the first call that passes it.
 
         Raises:
             ValueError, NotImplementedError: a backend that cannot run here (`choose_backend`).
         """
         linear_dim = network.linear_channels
+        attention_backend = choose_backend(
+            network.kernel_backend,
+            device_type=device_type,
+            shape=_call_shape(
+                network,
+                disable_contextual_mask=disable_contextual_mask,
+                deterministic=deterministic,
+                max_num_users=max_num_users,
+                max_seq_len=max_seq_len,
+            ),
+        )
         return cls(
             hidden_size=network.hidden_size,
             num_heads=network.num_attention_heads,
             attention_dim=network.kv_channels,
             linear_dim=network.kv_channels if linear_dim is None else linear_dim,
-            attention_backend=choose_backend(
-                network.kernel_backend,
-                device_type=device_type,
-                shape=CallShape(
-                    attention_dim=network.attention_dim,
-                    linear_dim=network.linear_dim,
-                    dtype=getattr(torch, network.dtype_str),
-                ),
-            ),
+            attention_backend=attention_backend,
+            elementwise_backend=_elementwise_backend(attention_backend, network),
             dropout=network.hidden_dropout,
             norm_epsilon=network.norm_epsilon,
             is_causal=network.is_causal,
@@ -102,3 +110,59 @@ class HSTUConfig:
             recompute_input_silu=network.recompute_input_silu,
             deterministic=deterministic,
         )
+
+
+def _call_shape(
+    network: "NetworkArgs",
+    *,
+    disable_contextual_mask: bool,
+    deterministic: bool,
+    max_num_users: int | None,
+    max_seq_len: int | None,
+) -> CallShape:
+    """Return what is known of the attention calls, for a backend to refuse them now."""
+    return CallShape(
+        attention_dim=network.attention_dim,
+        linear_dim=network.linear_dim,
+        dtype=getattr(torch, network.dtype_str),
+        num_heads=network.num_attention_heads,
+        max_num_users=max_num_users,
+        max_seq_len=max_seq_len,
+        target_group_size=network.target_group_size,
+        is_causal=network.is_causal,
+        disable_contextual_mask=disable_contextual_mask,
+        attention_window=network.attention_window,
+        has_position_bias=network.use_relative_position_bias,
+        has_time_bias=network.use_time_bias,
+        deterministic=deterministic,
+    )
+
+
+def _elementwise_backend(attention_backend: str, network: "NetworkArgs") -> str:
+    """Return what runs beside an attention backend: Triton beside a kernel, PyTorch beside PyTorch.
+
+    Raises:
+        NotImplementedError: rows that our Triton kernels do not have, and kernel_backend names one;
+            under "auto" PyTorch runs them, and the log says why.
+    """
+    if attention_backend == "pytorch":
+        return "pytorch"
+    reason = None if find_spec("triton") else "the package triton is not installed"
+    widths = {
+        "NetworkArgs.hidden_size": network.hidden_size,
+        "NetworkArgs.num_attention_heads * linear_channels": (
+            network.num_attention_heads * network.linear_dim
+        ),
+    }
+    for name, width in widths.items():
+        refusal = refuse_unsupported(width, dtype=getattr(torch, network.dtype_str))
+        reason = reason or (refusal and f"{name}: {refusal}")
+    if reason is not None and network.kernel_backend == "auto":
+        logger.info('NetworkArgs.kernel_backend = "auto" runs norms in "pytorch" (%s)', reason)
+        return "pytorch"
+    if reason is not None:
+        raise NotImplementedError(
+            f"NetworkArgs.kernel_backend = {network.kernel_backend!r} cannot run: {reason}; "
+            'set NetworkArgs.kernel_backend = "pytorch" or another size'
+        )
+    return "triton"

@@ -1,12 +1,14 @@
 """One HSTU layer (HSTU, arXiv 2402.17152, section 3)."""
 
+import contextlib
+
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from modules.hstu_attention import HSTUAttention
 from modules.hstu_config import HSTUConfig
 from modules.jagged_sequence import JaggedSequence
 from modules.linear import GatedNormLinear, NormLinear
+from ops.silu_split import RecomputedActivation
 
 
 class HSTULayer(nn.Module):
@@ -19,22 +21,37 @@ class HSTULayer(nn.Module):
         super().__init__()
         self.config = config
         eps = config.norm_epsilon
-        self.input = NormLinear(config.hidden_size, config.uvqk_features, eps=eps)
+        backend = config.elementwise_backend
+        self.input = NormLinear(
+            config.hidden_size,
+            config.uvqk_features,
+            eps=eps,
+            backend=backend,
+            recompute_norm=config.recompute_input_layernorm,
+        )
         self.attention = HSTUAttention(config)
         self.output = GatedNormLinear(
             config.num_heads * config.linear_dim,
             config.hidden_size,
             eps=eps,
             dropout=config.dropout,
+            backend=backend,
         )
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """Return the sequence with its values (T, hidden_size) after this layer."""
-        x_TD = sequence.values_TD
-        if self.config.recompute_input_layernorm and self.training:
-            # the linear's input is the last tensor kept, so its GEMM is not run again
-            uvqk_TX = checkpoint(self.input, x_TD, use_reentrant=False)
-        else:
-            uvqk_TX = self.input(x_TD)
-        attn_THV, u_THV = self.attention(uvqk_TX, sequence)
-        return sequence.with_values(self.output(attn_THV, u_THV, x_TD))
+        uvqk_TX, residual_TD = self.input(sequence.values_TD)
+        bias_X = self.input.left_bias
+        u_bias_HV = None
+        if bias_X is not None:
+            heads = bias_X.detach().view(self.config.num_heads, -1)
+            u_bias_HV = heads[:, : self.config.linear_dim]
+        recomputed = None
+        if self.config.recompute_input_silu and self.training:
+            recomputed = RecomputedActivation()
+        with recomputed or contextlib.nullcontext():
+            attn_THV, u_THV = self.attention(
+                uvqk_TX, sequence, bias_X=bias_X, recomputed=recomputed
+            )
+            out_TD = self.output(attn_THV, u_THV, residual_TD, u_bias_HV=u_bias_HV)
+        return sequence.with_values(out_TD)

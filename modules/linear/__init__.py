@@ -6,18 +6,39 @@ would live inside these modules: T rows in, T rows out, T = 0 included.
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from modules.linear.fused import NormLinearFunction, ResidualLinearFunction
 from ops.gated_norm import gated_norm
-from ops.norm import layer_norm
+from ops.norm import is_triton, layer_norm
 
 
 class NormLinear(nn.Module):
-    """x_TD -> layer norm -> linear -> uvqk_TX. Parameters: norm.*, uvqk.*."""
+    """x_TD -> layer norm -> linear -> uvqk_TX. Parameters: norm.*, uvqk.*.
 
-    def __init__(self, hidden_size: int, out_features: int, *, eps: float) -> None:
+    Args:
+        hidden_size: D.
+        out_features: X.
+        eps: of the norm.
+        backend: "pytorch" or "triton", of what is not a matrix product.
+        recompute_norm: while training, compute the normalised rows again in the backward pass
+            instead of keeping them; the matrix product is not run again.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        out_features: int,
+        *,
+        eps: float,
+        backend: str = "pytorch",
+        recompute_norm: bool = False,
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden_size, eps=eps)
         self.uvqk = nn.Linear(hidden_size, out_features)
+        self.uses_triton = is_triton(backend)
+        self.recompute_norm = recompute_norm
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -26,21 +47,67 @@ class NormLinear(nn.Module):
         nn.init.normal_(self.uvqk.weight, std=0.02)
         nn.init.zeros_(self.uvqk.bias)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Return uvqk_TX in the dtype of x."""
+    @property
+    def left_bias(self) -> nn.Parameter | None:
+        """Return the bias that `forward` leaves to whoever reads uvqk next; None: it is added.
+
+        In Triton SiLU adds it: then its gradient is a by-product of SiLU's.
+        """
+        return self.uvqk.bias if self.uses_triton else None
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return uvqk_TX in the dtype of x, less `left_bias`, and x for the residual.
+
+        Whoever adds the residual takes it from here: its gradient then joins that of the norm in
+        one pass.
+        """
+        norm = self.norm
+        if self.uses_triton:
+            return NormLinearFunction.apply(
+                x_TD,
+                norm.weight,
+                norm.bias,
+                self.uvqk.weight,
+                norm.eps,
+                self.recompute_norm and self.training,
+            )
+        if self.recompute_norm and self.training:
+            # the linear's input is the last tensor kept, so its GEMM is not run again
+            return checkpoint(self._plain, x_TD, use_reentrant=False), x_TD
+        return self._plain(x_TD), x_TD
+
+    def _plain(self, x_TD: Tensor) -> Tensor:
         norm = self.norm
         normed = layer_norm(x_TD, norm.weight, bias_D=norm.bias, eps=norm.eps)
         return _linear(normed, self.uvqk)
 
 
 class GatedNormLinear(nn.Module):
-    """attn, u, x -> x + linear(dropout(layer_norm(attn) * u)). Parameters: norm.*, proj.*."""
+    """attn, u, x -> x + linear(dropout(layer_norm(attn) * u)). Parameters: norm.*, proj.*.
 
-    def __init__(self, in_features: int, hidden_size: int, *, eps: float, dropout: float) -> None:
+    Args:
+        in_features: H * V.
+        hidden_size: D.
+        eps: of the norm.
+        dropout: probability of zeroing a gated entry while training.
+        backend: "pytorch" or "triton", of what is not a matrix product.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_size: int,
+        *,
+        eps: float,
+        dropout: float,
+        backend: str = "pytorch",
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(in_features, eps=eps)
         self.proj = nn.Linear(in_features, hidden_size)
         self.dropout = dropout
+        self.backend = backend
+        self.uses_triton = is_triton(backend)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -49,17 +116,26 @@ class GatedNormLinear(nn.Module):
         nn.init.xavier_uniform_(self.proj.weight)
         nn.init.zeros_(self.proj.bias)
 
-    def forward(self, attn_THV: Tensor, u_THV: Tensor, x_TD: Tensor) -> Tensor:
-        """Return the layer's output (T, D) in the dtype of x."""
+    def forward(
+        self, attn_THV: Tensor, u_THV: Tensor, x_TD: Tensor, *, u_bias_HV: Tensor | None = None
+    ) -> Tensor:
+        """Return the layer's output (T, D) in the dtype of x.
+
+        u_bias_HV: u is a pre-activation (`ops.gated_norm`).
+        """
         gated = gated_norm(
             attn_THV,
             u_THV,
             weight=self.norm.weight,
             bias=self.norm.bias,
             eps=self.norm.eps,
+            u_bias_HV=u_bias_HV,
             dropout=self.dropout,
             training=self.training,
+            backend=self.backend,
         )
+        if self.uses_triton:
+            return ResidualLinearFunction.apply(gated, self.proj.weight, self.proj.bias, x_TD)
         return x_TD + _linear(gated, self.proj)
 
 

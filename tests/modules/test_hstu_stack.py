@@ -277,8 +277,3 @@ def test_from_network_refuses_a_backend_that_cannot_run(backend: str) -> None:
     network = NetworkArgs(**NETWORK, kernel_backend=backend)
     with pytest.raises(NotImplementedError, match='kernel_backend = "auto"'):
         HSTUConfig.from_network(network, disable_contextual_mask=False, device_type="cpu")
-
-
-def test_recompute_input_silu_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="recompute_input_silu = True is not built yet"):
-        dataclasses.replace(BASE, recompute_input_silu=True)

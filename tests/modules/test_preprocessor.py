@@ -139,3 +139,8 @@ def test_a_user_longer_than_the_maximum_is_refused() -> None:
     batch = batch_of([(9, 1)], batch_size=1)
     with pytest.raises(ValueError, match="has 21 tokens, but max_seq_len is 20.*max_history"):
         make()(batch, rows_of(batch))
+
+
+def test_too_few_position_buckets_are_refused_when_the_model_is_built() -> None:
+    with pytest.raises(ValueError, match="num_position_buckets must be at least 4 with 2"):
+        make(num_position_buckets=3)
