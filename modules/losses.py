@@ -50,7 +50,8 @@ class RankingObjective:
             targets_EK = self.targets(labels_E).to(logits_EK.dtype)
             loss = F.binary_cross_entropy_with_logits(logits_EK, targets_EK, reduction="sum")
             num_labels = targets_EK.numel()
-        return loss, torch.tensor(num_labels, device=logits_EK.device)
+        # Filled in on the device: torch.tensor would copy the number there and wait.
+        return loss, torch.full((), num_labels, dtype=torch.int64, device=logits_EK.device)
 
     def scores(self, logits_EK: Tensor) -> Tensor:
         """Probability of the positive label, (E, num_scores) float64.

@@ -4,7 +4,7 @@ contextual ... | item 0, action 0, item 1, action 1, ...      | candidate items 
 -> project to hidden size where widths differ -> add positions -> dropout
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -14,7 +14,8 @@ from data.batch import SequenceBatch
 from data.dataset import FeatureFacts
 from modules.jagged_sequence import JaggedSequence
 from modules.position import PositionEmbedding
-from ops.jagged import TokenLayout, build_token_layout, interleave_rows
+from ops.jagged import TokenLayout, build_token_layout, embed_tokens
+from ops.position import PositionRule
 
 
 class SequencePreprocessor(nn.Module):
@@ -31,6 +32,10 @@ class SequencePreprocessor(nn.Module):
         dropout: probability of zeroing an element of a token.
         dtype: of the tokens.
         positions: learned position rows (`PositionEmbedding.counting_from`); None adds none.
+        backend: what `ops.jagged` runs, "pytorch" or "triton".
+
+    Raises:
+        ValueError: too few position buckets for the contextual features and one event.
     """
 
     def __init__(
@@ -45,12 +50,14 @@ class SequencePreprocessor(nn.Module):
         dropout: float,
         dtype: torch.dtype,
         positions: Literal["newest", "oldest"] | None = "newest",
+        backend: str = "pytorch",
     ) -> None:
         super().__init__()
         self._facts = facts
         self._max_seq_len = max_seq_len
         self._scaling_seqlen = scaling_seqlen
         self._dtype = dtype
+        self.backend = backend
         self.projections = nn.ModuleDict(
             {
                 f"feature_{feature}": nn.Linear(dim, hidden_size)
@@ -59,6 +66,7 @@ class SequencePreprocessor(nn.Module):
             }
         )
         self.position: nn.Module = nn.Identity()
+        self._position_rule: PositionRule | None = None
         if positions is not None:
             self.position = PositionEmbedding(
                 min(num_position_buckets, max_seq_len + 1),
@@ -67,6 +75,7 @@ class SequencePreprocessor(nn.Module):
                 counting_from=positions,
                 tokens_per_event=1 if facts.action_feature_name is None else 2,
             )
+            self._position_rule = self.position.rule(max_seq_len)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -87,11 +96,15 @@ class SequencePreprocessor(nn.Module):
             )
         rows = {name: self._project(name, embeddings[name]) for name in self.feature_names}
         layout = self._layout(batch)
-        tokens_TD = interleave_rows(
+        tokens_TD = embed_tokens(
             layout,
-            item_rows_ED=rows[self._facts.item_feature_name],
+            rows[self._facts.item_feature_name],
             action_rows_AD=self._action_rows(rows),
             contextual_rows_KD=self._contextual_rows(rows),
+            position_rows_PD=self._position_rows(),
+            dropout=self.dropout.p if self.training else 0.0,
+            dtype=self._dtype,
+            backend=self.backend,
         )
         scaling_seqlen = self._scaling_seqlen
         sequence = JaggedSequence(
@@ -99,12 +112,11 @@ class SequencePreprocessor(nn.Module):
             seq_offsets_B1=layout.seq_offsets_B1,
             num_contextuals_B=layout.num_contextuals_B,
             num_candidates_B=layout.num_candidates_B,
-            timestamps_T=layout.token_timestamps(batch.timestamps_E),
+            timestamps_T=layout.timestamps_T,
             max_seq_len=self._max_seq_len,
             scaling_seqlen=max(1, batch.max_length) if scaling_seqlen is None else scaling_seqlen,
         )
-        tokens_TD = self.dropout(self.position(sequence).values_TD)
-        return sequence.with_values(tokens_TD.to(self._dtype)), layout
+        return sequence, layout
 
     @property
     def feature_names(self) -> list[str]:
@@ -130,11 +142,17 @@ class SequencePreprocessor(nn.Module):
             lengths_KB[row_of[facts.item_feature_name]],
             batch.num_candidates_B,
             num_item_rows=num_item_rows,
-            num_contextuals_B=lengths_KB[contextual_rows].sum(dim=0) if contextual else None,
+            num_contextuals_B=_sum_of_rows(lengths_KB, contextual_rows) if contextual else None,
             num_contextual_rows=sum(num_rows[name] for name in contextual),
             has_actions=has_actions,
             num_candidate_rows=int(batch.host_candidates_B.sum()),
+            timestamps_E=batch.timestamps_E,
+            positions=self._position_rule,
+            backend=self.backend,
         )
+
+    def _position_rows(self) -> Tensor | None:
+        return self.position.weight if isinstance(self.position, PositionEmbedding) else None
 
     def _action_rows(self, rows: Mapping[str, Tensor]) -> Tensor | None:
         name = self._facts.action_feature_name
@@ -147,3 +165,10 @@ class SequencePreprocessor(nn.Module):
             return None
         stacked_SFD = torch.stack([rows[name] for name in names], dim=1)
         return stacked_SFD.flatten(0, 1)
+
+
+def _sum_of_rows(lengths_KB: Tensor, rows: Sequence[int]) -> Tensor:
+    """(B,), the sum of some rows; by slices: a list as index would be copied, with a wait."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return lengths_KB[rows[0] : rows[0] + len(rows)].sum(dim=0)
+    return torch.stack([lengths_KB[row] for row in rows]).sum(dim=0)

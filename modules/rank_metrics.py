@@ -56,8 +56,8 @@ class RetrievalMetrics:
 
     def update(self, *, ranks_E: Tensor, losses_E: Tensor) -> None:
         """Add targets: ranks from 1, int64, and their cross entropies."""
-        self._ranks.append(ranks_E.cpu())
-        self._losses.append(losses_E.double().cpu())
+        self._ranks.append(ranks_E)
+        self._losses.append(losses_E.double())
 
     def compute(self) -> dict[str, float]:
         """``loss``, ``num_events``, ``hr@k``, ``ndcg@k``, ``mrr``; what was collected is dropped.
@@ -65,8 +65,8 @@ class RetrievalMetrics:
         All but the number are NaN where there was no target.
         """
         none = torch.zeros(0)
-        ranks_E = torch.cat([none.long(), *self._ranks])
-        losses_E = torch.cat([none.double(), *self._losses])
+        ranks_E = torch.cat(self._ranks).cpu() if self._ranks else none.long()
+        losses_E = torch.cat(self._losses).cpu() if self._losses else none.double()
         self._ranks, self._losses = [], []
         figures: dict[str, float] = {"loss": _mean(losses_E), "num_events": len(ranks_E)}
         for k in self._cutoffs:

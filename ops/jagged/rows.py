@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ops.jagged.backend import use_triton
 from ops.jagged.layout import TokenLayout
 
 
@@ -27,27 +28,57 @@ def interleave_rows(
     Raises:
         ValueError: row counts that differ from the layout's.
     """
+    sources = check_sources(layout, contextual_rows_KD, item_rows_ED, action_rows_AD)
+    present = [rows for rows in sources if rows is not None]
+    return _PermuteRows.apply(layout.source_T, layout.token_T, *present)
+
+
+def check_sources(
+    layout: TokenLayout,
+    contextual_rows_KD: Tensor | None,
+    item_rows_ED: Tensor,
+    action_rows_AD: Tensor | None,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Return the three sources in the order of the layout's source rows.
+
+    Raises:
+        ValueError: row counts that differ from the layout's.
+    """
     expected = {
         "contextual_rows_KD": (contextual_rows_KD, layout.num_contextual_rows),
         "item_rows_ED": (item_rows_ED, layout.num_item_rows),
         "action_rows_AD": (action_rows_AD, layout.num_action_rows),
     }
-    sources = []
     for name, (rows, num_rows) in expected.items():
         got = 0 if rows is None else rows.shape[0]
         if got != num_rows:
             raise ValueError(f"{name} must have {num_rows} rows to fit the layout, got {got}")
-        if rows is not None:
-            sources.append(rows)
-    return _PermuteRows.apply(layout.source_T, layout.token_T, *sources)
+    return contextual_rows_KD, item_rows_ED, action_rows_AD
 
 
-def take_rows(rows_TD: Tensor, index_N: Tensor) -> Tensor:
-    """Return rows_TD[index_N], (N, D).
+def take_rows(
+    rows_TD: Tensor,
+    index_N: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str = "pytorch",
+) -> Tensor:
+    """Return rows_TD[index_N], (N, D), in `dtype` (None: that of the rows).
 
-    The index must not repeat: gradients are copied, not added.
+    The index must not repeat: gradients are copied, not added. The gradient of all rows, (T, D), is
+    written in one pass by "triton", which therefore wants the index to rise: checked on CPU
+    tensors, elsewhere the device stops with an assertion.
+
+    Raises:
+        ValueError: triton: an index that does not rise (CPU tensors), rows that are no
+            float32, bfloat16 or float16 matrix.
     """
-    return _TakeRows.apply(rows_TD, index_N)
+    if use_triton(backend, rows_TD):
+        from ops.jagged.triton_rows import take_rows as run
+
+        return run(rows_TD, index_N, dtype=rows_TD.dtype if dtype is None else dtype)
+    taken_ND = _TakeRows.apply(rows_TD, index_N)
+    return taken_ND if dtype is None else taken_ND.to(dtype)
 
 
 class _PermuteRows(torch.autograd.Function):

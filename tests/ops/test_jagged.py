@@ -7,12 +7,14 @@ from torch import Tensor
 from ops.jagged import (
     TokenLayout,
     build_token_layout,
+    embed_tokens,
     int32_offsets,
     interleave_rows,
     lengths_to_offsets,
     require_32bit_indexing,
     take_rows,
 )
+from ops.position import PositionRule
 
 ITEM_LENGTHS = (5, 0, 3, 4, 0, 1)
 CANDIDATES = (2, 0, 3, 0, 0, 0)
@@ -143,6 +145,64 @@ def test_take_rows_gradcheck() -> None:
     rows = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     index = torch.tensor([4, 0, 3])
     assert torch.autograd.gradcheck(lambda x: take_rows(x, index), (rows,))
+
+
+def make_layout_with_positions() -> TokenLayout:
+    return build_token_layout(
+        torch.tensor(ITEM_LENGTHS),
+        torch.tensor(CANDIDATES),
+        num_item_rows=sum(ITEM_LENGTHS),
+        num_contextuals_B=torch.tensor(CONTEXTUALS),
+        num_contextual_rows=sum(CONTEXTUALS),
+        timestamps_E=torch.arange(sum(ITEM_LENGTHS)),
+        positions=PositionRule(num_positions=9, max_num_contextuals=2, max_seq_len=12),
+    )
+
+
+def test_embed_tokens_adds_positions_in_the_rows_dtype_and_casts() -> None:
+    layout = make_layout_with_positions()
+    rows = make_rows(layout)
+    table = torch.randn(9, 3, requires_grad=True)
+    out = embed_tokens(layout, **rows, position_rows_PD=table, dtype=torch.float32)
+    expected = interleave_rows(layout, **rows) + table[layout.position_T].double()
+    assert torch.equal(out, expected.float())
+    assert embed_tokens(layout, **rows, position_rows_PD=table).dtype == torch.float64
+    out.sum().backward()
+    assert table.grad[:, 0].tolist() == layout.position_T.bincount(minlength=9).tolist()
+
+
+def test_embed_tokens_without_positions_only_moves() -> None:
+    layout = make_layout()
+    rows = make_rows(layout)
+    assert torch.equal(embed_tokens(layout, **rows), interleave_rows(layout, **rows))
+    with pytest.raises(ValueError, match="needs a layout with positions"):
+        embed_tokens(layout, **rows, position_rows_PD=torch.zeros(9, 3))
+
+
+def test_embed_tokens_drops_out() -> None:
+    layout = make_layout()
+    rows = make_rows(layout, width=50)
+    kept, dropped = (embed_tokens(layout, **rows, dropout=p) for p in (0.0, 0.25))
+    is_zero = dropped == 0
+    assert 0.2 < float(is_zero.float().mean()) < 0.3
+    torch.testing.assert_close(dropped[~is_zero], kept[~is_zero] / 0.75)
+
+
+def test_the_layout_keeps_times_and_positions_it_was_asked_for() -> None:
+    layout = make_layout_with_positions()
+    times = torch.arange(sum(ITEM_LENGTHS))
+    assert torch.equal(layout.timestamps_T, layout.token_timestamps(times))
+    assert layout.position_T[:10].tolist() == [0, 1, 8, 7, 6, 5, 4, 3, 2, 2]
+    assert make_layout().timestamps_T is None and make_layout().position_T is None
+
+
+def test_take_rows_casts() -> None:
+    rows = torch.randn(5, 2, dtype=torch.bfloat16, requires_grad=True)
+    out = take_rows(rows, torch.tensor([3, 1]), dtype=torch.float32)
+    assert torch.equal(out, rows[[3, 1]].float())
+    (grad,) = torch.autograd.grad(out.sum(), [rows])
+    assert grad.dtype == torch.bfloat16
+    assert grad[:, 0].tolist() == [0, 1, 0, 1, 0]
 
 
 def test_wrong_counts_are_refused() -> None:
