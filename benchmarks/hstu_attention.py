@@ -110,8 +110,15 @@ MASKS = {
     ),
     "not_causal": Case(lengths=HOSTILE, options={"is_causal": False}),
 }
+MANY = tuple(torch.randint(0, 200, (700,), generator=torch.Generator().manual_seed(3)).tolist())
 GATE = {
     **MASKS,
+    **{
+        f"d{width}_many_users": Case(
+            lengths=MANY, dims=(width, width), num_contextuals=2, num_candidates=5
+        )
+        for width in (64, 128, 256)
+    },
     **{
         f"d{width}_{name}": dataclasses.replace(case, dims=(width, width))
         for width in (64, 256)

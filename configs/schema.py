@@ -86,8 +86,9 @@ class NetworkArgs(CheckedArgs):
     """Compute type of the dense part; weights are FP32."""
 
     kernel_backend: Literal["auto", "cutlass", "triton", "pytorch"] = "auto"
-    """Attention kernel; auto = pytorch on any device so far, which is logged with the reasons.
-    triton (ours) and cutlass (FBGEMM's) run on a GPU, where they are named."""
+    """Attention kernel. auto = triton (ours) on a GPU, pytorch on a CPU and where triton cannot
+    run the model; the pick is logged with each refusal. A backend that is named (cutlass =
+    FBGEMM's) runs or is refused when the model is built."""
 
     target_group_size: PositiveInt = 1
     """Consecutive candidates that may see each other."""

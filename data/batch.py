@@ -105,6 +105,13 @@ class SequenceBatch(Pipelineable):
                 f"the last key, all of the first user, or 0 without it; got {self.num_negatives} "
                 f"with keys {keys}"
             )
+        # What the model trusts to refuse sequences that are too long, on any device.
+        tokens_B = host_KB[:-1].sum(axis=0) if extra else host_KB.sum(axis=0)
+        if self.max_length < tokens_B.max(initial=0):
+            raise ValueError(
+                f"SequenceBatch.max_length must be at least the {tokens_B.max()} tokens of the "
+                f"longest user, got {self.max_length}"
+            )
 
     def _check_candidates(self) -> None:
         candidates_B, lengths_B = self.num_candidates_B.numpy(), self.host_lengths_KB[0]

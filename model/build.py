@@ -9,7 +9,7 @@ from torch import nn
 
 from configs.data_schema import MAX_REPLICATED_ROWS
 from configs.datasets import DATASETS
-from configs.schema import DatasetArgs, EmbeddingArgs, ExperimentArgs, RankingArgs
+from configs.schema import DatasetArgs, EmbeddingArgs, ExperimentArgs, RankingArgs, TrainerArgs
 from data.batch import negatives_feature
 from data.dataset import FeatureFacts
 from model.ranking import RankingTrunk
@@ -146,6 +146,8 @@ def _trunk_parts(
         network,
         disable_contextual_mask=experiment.resolved_disable_contextual_mask,
         device_type=device_type,
+        max_num_users=_largest_batch(experiment.trainer),
+        max_seq_len=experiment.max_seq_len,
     )
     return {
         "replicated": ReplicatedTables(
@@ -162,10 +164,17 @@ def _trunk_parts(
             dropout=network.input_dropout,
             dtype=DTYPES[network.dtype_str],
             positions=positions if network.use_position_embedding else None,
+            backend=config.elementwise_backend,
         ),
         "stack": HSTUStack(config, network.num_layers),
         "norm": nn.LayerNorm(network.hidden_size, eps=network.norm_epsilon),
     }
+
+
+def _largest_batch(trainer: TrainerArgs) -> int:
+    """Users that go through the stack at a time, in training or in evaluation."""
+    in_a_part = trainer.train_batch_size // trainer.gradient_accumulation_steps
+    return max(in_a_part, trainer.eval_batch_size)
 
 
 def _trained_positions(experiment: ExperimentArgs, facts: FeatureFacts) -> int:

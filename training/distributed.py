@@ -136,6 +136,13 @@ class SummedGradients:
             torch._foreach_copy_(self._own, self._parts)
 
 
+def sum_over_ranks_(tensor: Tensor) -> Tensor:
+    """The tensor itself, summed in place over all ranks; a single process launches nothing."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
 def gather_rows(row: Tensor) -> Tensor:
     """Every rank's copy of a 1-D tensor, stacked: (world_size, len(row)), the same on all ranks."""
     world_size = dist.get_world_size()

@@ -166,8 +166,16 @@ def dense_optimizer(trunk: Trunk, args: OptimizerArgs) -> torch.optim.Optimizer:
         kind = "matrix" if parameter.ndim >= 2 else "vector"
         kind = "table" if name.startswith("replicated.") else kind
         groups[kind]["params"].append(parameter)
+    # One launch for hundreds of tensors, step counts on the device. CPU runs keep the plain loop,
+    # whose rounding their recorded figures hang on.
+    fused = True if next(trunk.parameters()).device.type == "cuda" else None
     if args.optimizer_str == "sgd":
-        return torch.optim.SGD(groups.values(), lr=args.learning_rate)
+        return torch.optim.SGD(groups.values(), lr=args.learning_rate, fused=fused)
     adam = torch.optim.AdamW if args.optimizer_str == "adamw" else torch.optim.Adam
-    betas = (args.adam_beta1, args.adam_beta2)
-    return adam(groups.values(), lr=args.learning_rate, betas=betas, eps=args.adam_eps)
+    return adam(
+        groups.values(),
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_eps,
+        fused=fused,
+    )

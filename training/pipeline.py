@@ -19,7 +19,14 @@ from training.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-StepFunction = Callable[[SequenceBatch], StepResult]
+
+class StepFunction(Protocol):
+    """`training.step.TrainStep`, or what stands for it."""
+
+    def __call__(
+        self, batch: SequenceBatch, *, meanwhile: Callable[[], None] | None = None
+    ) -> StepResult:
+        """See ``TrainStep.__call__``."""
 
 
 class Pipeline(Protocol):
@@ -41,7 +48,8 @@ class SequentialPipeline:
 
     def progress(self, batches: Iterator[SequenceBatch]) -> StepResult:
         """See ``Pipeline.progress``."""
-        return self._step(next(batches).to(self._device))
+        # From page-locked memory the host does not wait for the copy (elsewhere this says nothing).
+        return self._step(next(batches).to(self._device, non_blocking=True))
 
     def detach(self) -> None:
         """Nothing to undo."""
@@ -51,7 +59,8 @@ class SparseDistPipeline(TrainPipelineSparseDist[SequenceBatch, StepResult]):
     """``pipeline_type = "native"``: TorchRec's three stages around our step.
 
     Copy to the device of batch i+2, input distribution of batch i+1 and the step on batch i
-    overlap. Only ``progress`` differs from TorchRec's: it calls the one train step.
+    overlap. Only ``progress`` differs from TorchRec's: it calls the one train step, and batch i+2
+    is collated while the device works on step i, not before.
     """
 
     def __init__(
@@ -74,12 +83,16 @@ class SparseDistPipeline(TrainPipelineSparseDist[SequenceBatch, StepResult]):
             raise StopIteration
         self._set_module_context(self.contexts[0])
         self._wait_for_batch()
-        if len(self.batches) >= 2:
+        has_next = len(self.batches) >= 2
+        if has_next:
             self.start_sparse_data_dist(self.batches[1], self.contexts[1])
-        self.enqueue_batch(batches)
-        result = self._step(self.batches[0])
-        if len(self.batches) >= 2:
-            self.wait_sparse_data_dist(self.contexts[1])
+
+        def prepare() -> None:
+            self.enqueue_batch(batches)
+            if has_next:
+                self.wait_sparse_data_dist(self.contexts[1])
+
+        result = self._step(self.batches[0], meanwhile=prepare)
         self.dequeue_batch()
         return result
 

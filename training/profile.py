@@ -17,7 +17,7 @@ class StepProfiler:
     """Traces steps profile_step_start .. profile_step_end - 1 to ``<run>/profile/rank<r>.json``.
 
     A context manager around training; does nothing unless ``TrainerArgs.profile`` is set. The
-    trace opens in Perfetto or chrome://tracing.
+    trace opens in Perfetto or chrome://tracing; `training.trace` counts in it.
     """
 
     def __init__(

@@ -8,11 +8,17 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec import EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.comm_ops import set_gradient_division
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
+from torchrec.distributed.sharding.dp_sharding import DpSparseFeaturesDist
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 
 from modules.embedding import TableSpec
 from training.distributed import World
@@ -20,6 +26,62 @@ from training.distributed import World
 logger = logging.getLogger(__name__)
 
 _ROWS_PER_DRAW = 65_536
+
+
+class _OneRankSharding(RwSequenceEmbeddingSharding):
+    """Rows of a table that are all here: ids go straight to the lookup, rows straight back.
+
+    TorchRec's own exchange with nobody costs a single GPU two waits a step for counts of ids, which
+    the host knows anyway, and copies of ids and rows. The same rows in the same order, by kernels
+    that move nothing between ranks.
+    """
+
+    def create_input_dist(self, device: torch.device | None = None) -> DpSparseFeaturesDist:
+        return DpSparseFeaturesDist()
+
+    def create_output_dist(self, device: torch.device | None = None) -> DpSequenceEmbeddingDist:
+        return DpSequenceEmbeddingDist()
+
+
+class _OneRankCollection(ShardedEmbeddingCollection):
+    """A collection in a run of one process; names of weights and states are those of any run."""
+
+    @classmethod
+    def create_embedding_sharding(
+        cls,
+        sharding_type: str,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> RwSequenceEmbeddingSharding:
+        assert sharding_type == "row_wise", sharding_type
+        return _OneRankSharding(
+            sharding_infos=sharding_infos,
+            env=env,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+        )
+
+
+class _OneRankSharder(EmbeddingCollectionSharder):
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingCollection:
+        return _OneRankCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
 
 
 def shard_tables(
@@ -40,7 +102,7 @@ def shard_tables(
     for spec in specs:
         _check_rows(spec, world.world_size)
     set_gradient_division(False)
-    sharders = [EmbeddingCollectionSharder()]
+    sharders = [EmbeddingCollectionSharder() if world.world_size > 1 else _OneRankSharder()]
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world.world_size,

@@ -45,7 +45,7 @@ def check_built(experiment: ExperimentArgs) -> None:
     Raises:
         NotImplementedError: naming the binding and the one that would run.
     """
-    trainer, network, dataset = experiment.trainer, experiment.network, experiment.dataset
+    trainer, dataset = experiment.trainer, experiment.dataset
     precision, parallel = experiment.precision, experiment.parallel
     tables = dataset.embedding_args or ()
     dynamic = [table.table_name for table in tables if isinstance(table, DynamicEmbeddingArgs)]
@@ -61,7 +61,6 @@ def check_built(experiment: ExperimentArgs) -> None:
             trainer.pipeline_type == "prefetch",
             "'native'",
         ),
-        "NetworkArgs.recompute_input_silu = True": (network.recompute_input_silu, "False"),
         f"DynamicEmbeddingArgs for table {', '.join(dynamic)}": (
             bool(dynamic),
             "EmbeddingArgs with the same feature_names, table_name and item_vocab_size_or_capacity",
@@ -78,10 +77,17 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
     Raises:
         NotImplementedError: a kernel backend, optimizer or precision that cannot run here.
     """
-    from ops.hstu_attention import choose_backend
+    from ops.hstu_attention.dispatch import refuse_unavailable
     from training.optimizer import resolve_table_optimizer
 
-    choose_backend(experiment.network.kernel_backend, device_type=device_type)
+    # Only refused here: what "auto" picks depends on more, and is said when the model is built.
+    refusal = refuse_unavailable(
+        experiment.network.kernel_backend,
+        field="NetworkArgs.kernel_backend",
+        device_type=device_type,
+    )
+    if refusal is not None:
+        raise refusal
     resolve_table_optimizer(experiment.optimizer, device_type)
     if experiment.network.dtype_str == "bfloat16" and device_type == "cpu":
         logger.warning(

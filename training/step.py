@@ -18,17 +18,20 @@ gradient does, too.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from data.batch import BatchPart, SequenceBatch
 from model.trunk import SequenceModel
 from modules.embedding import lookup_results
-from training.distributed import SummedGradients, gather_rows
+from training.distributed import SummedGradients, gather_rows, sum_over_ranks_
 from training.optimizer import RunOptimizer
+from training.trace import WAIT_NAME
 
 
 class NonFiniteError(RuntimeError):
@@ -84,8 +87,14 @@ class TrainStep:
         self._dense: dict[str, nn.Parameter] = dict(self._model.trunk.named_parameters())
         self.num_steps = num_steps
 
-    def __call__(self, batch: SequenceBatch) -> StepResult:
+    def __call__(
+        self, batch: SequenceBatch, *, meanwhile: Callable[[], None] | None = None
+    ) -> StepResult:
         """One step on this rank's batch; every rank calls it, with an empty batch if need be.
+
+        Args:
+            meanwhile: work of the host that the device need not wait for, such as collating the
+                next batch; called once all of phase 1 is queued, right before the wait.
 
         Raises:
             NonFiniteError: on every rank, naming the step, the ranks and the first bad tensor.
@@ -101,7 +110,7 @@ class TrainStep:
         dense = [_gradient(parameter) for parameter in self._dense.values()]
         at_cut = [_gradient(values) for values in cut.values()]
         summed = SummedGradients(dense)
-        figures = self._wait(
+        rows_of_ranks = self._figures(
             batch,
             loss_sum,
             num_labels,
@@ -110,6 +119,9 @@ class TrainStep:
             at_cut=at_cut,
             summed=summed,
         )
+        if meanwhile is not None:
+            meanwhile()
+        figures = finite_flag_wait(rows_of_ranks)
         if not all(math.isfinite(value) for row in figures for value in row):
             raise NonFiniteError(self._describe(step, figures, loss_sum, cut))
 
@@ -145,14 +157,15 @@ class TrainStep:
         """
         trunk = self._model.trunk
         own_labels = trunk.num_labels(batch)
-        num_labels = own_labels.clone()
-        dist.all_reduce(num_labels)
+        num_labels = sum_over_ranks_(own_labels.clone())
         shared = trunk.shared(batch, cut)
         loss_sum = torch.zeros((), device=own_labels.device)
-        for values in cut.values():
+        in_parts = self._num_parts > 1
+        for values in cut.values() if in_parts else ():
             values.grad = torch.zeros_like(values)
         for part in batch.split(self._num_parts):
-            output = trunk(part.batch, _rows_of(part, cut), shared)
+            # A whole batch uses the cut itself: its gradients need no zeros and no addition.
+            output = trunk(part.batch, _rows_of(part, cut) if in_parts else cut, shared)
             (output.loss_sum / num_labels.clamp(min=1)).backward()
             loss_sum += output.loss_sum.detach()
         if shared is None:
@@ -163,7 +176,7 @@ class TrainStep:
         shared.backward()
         return loss_sum, own_labels, own_square
 
-    def _wait(
+    def _figures(
         self,
         batch: SequenceBatch,
         loss_sum: Tensor,
@@ -173,8 +186,8 @@ class TrainStep:
         dense: list[Tensor],
         at_cut: list[Tensor],
         summed: SummedGradients,
-    ) -> list[list[float]]:
-        """The one device-to-host wait of a step: a row of figures from every rank.
+    ) -> Tensor:
+        """What the step is judged by, still on the device: a row from every rank, float64.
 
         Columns: own health (not finite if this rank's loss or gradients are not, before any
         mixing of ranks), loss sum, squared norms of the summed dense gradients and of the
@@ -197,7 +210,7 @@ class TrainStep:
                 *host_side,
             ]
         )
-        return gather_rows(row).tolist()
+        return gather_rows(row)
 
     def _describe(
         self,
@@ -230,6 +243,16 @@ class TrainStep:
             f"after step {step - 1}. Lower OptimizerArgs.learning_rate or set "
             "OptimizerArgs.clip_grad, and resume from the last checkpoint"
         )
+
+
+def finite_flag_wait(rows_of_ranks: Tensor) -> list[list[float]]:
+    """The figures on the host: the one place where a training step waits for its device.
+
+    Nothing else on the step path may read a tensor of the device, copy to it from memory that is
+    not page-locked, or wait for a stream: benchmarks/training_step.py counts that from a trace.
+    """
+    with record_function(WAIT_NAME):
+        return rows_of_ranks.tolist()
 
 
 def _rows_of(part: BatchPart, cut: dict[str, Tensor]) -> dict[str, Tensor]:

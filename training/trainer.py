@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from configs.loader import experiment_to_gin
 from configs.schema import ExperimentArgs
@@ -47,6 +48,7 @@ from training.same_model import (
 from training.sharding import initialize_dense, initialize_tables, shard_tables
 from training.step import TrainStep
 from training.telemetry import Telemetry
+from training.trace import STEP_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -248,12 +250,13 @@ class Trainer:
         profiler: StepProfiler,
     ) -> None:
         while True:
-            begin = time.perf_counter()
-            try:
-                result = pipeline.progress(segment)
-            except StopIteration:
-                return
-            telemetry.step(result, seconds=time.perf_counter() - begin)
+            with record_function(STEP_NAME):
+                begin = time.perf_counter()
+                try:
+                    result = pipeline.progress(segment)
+                except StopIteration:
+                    return
+                telemetry.step(result, seconds=time.perf_counter() - begin)
             profiler.step(result.step)
             is_last = result.step == self.num_steps
             if result.step % self.experiment.trainer.log_interval == 0 or is_last:

@@ -130,6 +130,16 @@ def test_wrong_counts_are_refused_by_name():
         dataclasses.replace(batch, num_tokens=12)
 
 
+def test_a_longest_user_that_is_longer_is_refused():
+    """The model refuses what is too long by this number, and on a GPU by nothing else."""
+    batch = _collate([2, 1], [1, 2], batch_size=3)
+    assert dataclasses.replace(batch, max_length=8).max_length == 8  # a part of a step
+    with pytest.raises(ValueError, match="max_length must be at least the 7 tokens"):
+        dataclasses.replace(batch, max_length=6)
+    with pytest.raises(ValueError, match="max_length must be at least the 7 tokens"):
+        dataclasses.replace(batch.to(torch.device("meta")), max_length=6)
+
+
 @pytest.mark.parametrize("wrong", [[4, 2, 0], [1, -1, 0], [1, 2, 1]])
 def test_more_candidates_than_events_are_refused(wrong):
     batch = _collate([2, 1], [1, 2], batch_size=3)

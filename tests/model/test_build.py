@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from model.build import build_model, item_table, ranking_objective, table_specs
 from model.ranking import RankingTrunk
 from model.retrieval import RetrievalTrunk
 from model.trunk import SequenceModel
+from modules.hstu_config import HSTUConfig
+from ops.hstu_attention import fbgemm_impl
 from tests.support.experiments import retrieval_experiment, synthetic_experiment
 
 FACTS = FeatureFacts(
@@ -170,3 +173,70 @@ def test_several_tasks_read_bits(tmp_path: Path) -> None:
     )
     objective = ranking_objective(experiment, dataclasses.replace(FACTS, num_classes=2))
     assert (objective.kind, objective.num_scores) == ("tasks", 2)
+
+
+CUTLASS = {"kernel_backend": "cutlass", "kv_channels": 32, "dtype_str": "bfloat16"}
+TRITON = {"kernel_backend": "triton"}
+NO_BACKEND = {
+    "a bias": (CUTLASS | {"use_time_bias": True}, {}, "time_bias is not in FBGEMM's kernels"),
+    "a window": (CUTLASS | {"attention_window": 5}, {}, "attention_window = 5 together with"),
+    "a dtype": (CUTLASS | {"dtype_str": "float32"}, {}, "bfloat16 or float16.*got torch.float32"),
+    "a head dim": (CUTLASS | {"kv_channels": 48}, {}, "one of 32, 64, 128, 256.*got 48"),
+    "unequal head dims": (CUTLASS | {"linear_channels": 64}, {}, "must be equal.*32 and 64"),
+    "q past 32 bits": (CUTLASS, {"eval_batch_size": 2**21}, "x 2 x 32 = .*exceeds 2147483647"),
+    "a wide head": (TRITON | {"kv_channels": 512}, {}, "attention_dim must be 1 to 256.*got 512"),
+    "rows past 32 bits": (TRITON, {"eval_batch_size": 2**28}, "268435456 users x 28 ="),
+}
+
+
+@pytest.mark.parametrize(("network", "trainer", "reason"), NO_BACKEND.values(), ids=NO_BACKEND)
+def test_what_a_named_backend_lacks_is_refused_when_the_model_is_built(
+    experiment: ExperimentArgs,
+    monkeypatch: pytest.MonkeyPatch,
+    network: dict[str, Any],
+    trainer: dict[str, int],
+    reason: str,
+) -> None:
+    """On a GPU whose FBGEMM package is there, from its first batch's sizes to its biases."""
+    monkeypatch.setattr("ops.hstu_attention.dispatch.find_spec", lambda name: True)
+    monkeypatch.setattr(fbgemm_impl, "load_package", lambda: fbgemm_impl.Package(attend=len))
+    asked = changed(changed(experiment, "network", **network), "trainer", **trainer)
+    backend = network["kernel_backend"]
+    with pytest.raises(NotImplementedError, match=f"kernel_backend = {backend!r}.*{reason}"):
+        build_model(asked, FACTS, device_type="cuda")
+    auto = changed(asked, "network", kernel_backend="auto")
+    model, _ = build_model(auto, FACTS, device_type="cuda")
+    expected = "pytorch" if backend == "triton" else "triton"
+    assert model.trunk.stack.config.attention_backend == expected
+
+
+def test_a_part_of_a_step_counts_not_the_step(
+    experiment: ExperimentArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ops.hstu_attention.dispatch.find_spec", lambda name: True)
+    sizes = {"train_batch_size": 2**28, "gradient_accumulation_steps": 2**20}
+    asked = changed(changed(experiment, "network", **TRITON), "trainer", **sizes)
+    model, _ = build_model(asked, FACTS, device_type="cuda")
+    assert model.trunk.stack.config.attention_backend == "triton"
+
+
+def test_auto_runs_norms_that_triton_lacks_in_pytorch_and_says_why(
+    experiment: ExperimentArgs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in ("ops.hstu_attention.dispatch", "modules.hstu_config"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: True)
+    wide = dataclasses.replace(experiment.network, hidden_size=10**6)
+    built: dict[str, HSTUConfig] = {}
+    with caplog.at_level("INFO", logger="modules.hstu_config"):
+        for name in ("auto", "triton"):
+            network = dataclasses.replace(wide, kernel_backend=name)
+            try:
+                built[name] = HSTUConfig.from_network(
+                    network, disable_contextual_mask=False, device_type="cuda"
+                )
+            except NotImplementedError as refusal:
+                assert "NetworkArgs.hidden_size: rows must be 1 to" in str(refusal)
+    assert list(built) == ["auto"], "who names a backend gets it or nothing"
+    assert built["auto"].attention_backend == "triton"
+    assert built["auto"].elementwise_backend == "pytorch"
+    assert "NetworkArgs.hidden_size: rows must be 1 to" in caplog.text

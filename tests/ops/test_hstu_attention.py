@@ -1,6 +1,8 @@
 """The attention op: both backends against the written rule and each other, values and gradients."""
 
 import math
+import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.hstu_attention import available_backends, choose_backend, hstu_attention
+from ops.hstu_attention import CallShape, available_backends, choose_backend, hstu_attention
 from ops.hstu_attention.reference import visible
 from ops.hstu_attention.spec import AttentionSpec
 from ops.hstu_attention.time_buckets import time_bucket_boundaries
 from ops.jagged import lengths_to_offsets
+from tests.support.commands import run_command
 
 BACKENDS = ("reference", "pytorch")
 NUM_HEADS, ATTENTION_DIM, LINEAR_DIM = 2, 4, 6
@@ -367,6 +370,74 @@ def test_auto_says_once_what_it_runs(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
     assert '"pytorch" on test_device' in caplog.text
     assert "triton: our Triton kernels need a CUDA device" in caplog.text
+
+
+@pytest.fixture
+def quiet_so_far(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr("ops.hstu_attention.dispatch._announced", set())
+    monkeypatch.setattr("ops.hstu_attention.dispatch.find_spec", lambda name: True)
+    monkeypatch.setattr("ops.hstu_attention.fbgemm_impl.refuse", lambda device, shape: "no hstu")
+    with caplog.at_level("INFO", logger="ops.hstu_attention.dispatch"):
+        yield caplog
+
+
+def test_auto_is_triton_on_a_gpu_and_names_what_was_refused(quiet_so_far) -> None:
+    assert choose_backend("auto", device_type="cuda") == "triton"
+    assert '"auto" runs "triton" on cuda (cutlass: no hstu)' in quiet_so_far.text
+
+
+def test_auto_is_pytorch_on_a_cpu_even_in_the_interpreter(
+    quiet_so_far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_backend("auto", device_type="cpu") == "pytorch"
+
+
+def test_a_model_is_built_where_the_packages_of_kernels_are_absent() -> None:
+    """None in sys.modules: an import fails as if the package were not there."""
+    script = (
+        "import sys, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "for absent in ('triton', 'hstu'): sys.modules[absent] = None\n"
+        "import training.trainer\n"
+        "from ops.hstu_attention import available_backends, choose_backend\n"
+        "print(available_backends('cuda'))\n"
+        "print(choose_backend('auto', device_type='cuda'))\n"
+        "choose_backend('triton', device_type='cuda')\n"
+    )
+    result = run_command([sys.executable, "-c", script], timeout_seconds=120.0)
+    found, picked = result.stdout.splitlines()[-2:]
+    assert "'pytorch': None" in found and picked == "pytorch"
+    assert "'cutlass': 'the package hstu is not installed (build it" in found
+    assert "NotImplementedError" in result.stderr, result.stderr[-2000:]
+    assert "the package triton is not installed (pip install triton" in result.stderr
+
+
+TRITON_LACKS = {
+    "attention_dim must be 1 to 256.*got 512": {"attention_dim": 512},
+    "linear_dim must be 1 to 256.*got 0": {"linear_dim": 0},
+    "dtype must be one of float32, bfloat16, float16.*float64": {"dtype": torch.float64},
+    "2147483647 rows.*262144 users x 8192 = 2147483648": {
+        "max_num_users": 2**18,
+        "max_seq_len": 2**13,
+    },
+}
+
+
+@pytest.mark.parametrize(("reason", "fields"), TRITON_LACKS.items(), ids=TRITON_LACKS.keys())
+def test_what_triton_lacks_auto_gives_to_pytorch_and_says_why(
+    quiet_so_far, reason: str, fields: dict[str, Any]
+) -> None:
+    plain = {"attention_dim": 64, "linear_dim": 64, "dtype": torch.bfloat16}
+    shape = CallShape(**(plain | fields))
+    with pytest.raises(NotImplementedError, match=f"'triton' cannot run: .*{reason}"):
+        choose_backend("triton", device_type="cuda", shape=shape)
+    for _ in range(2):
+        assert choose_backend("auto", device_type="cuda", shape=shape) == "pytorch"
+    (record,) = quiet_so_far.records
+    assert re.search(
+        f'runs "pytorch" on cuda .triton: .*{reason}.*cutlass: no hstu', record.message
+    )
 
 
 def test_time_buckets_are_those_of_the_formula() -> None:

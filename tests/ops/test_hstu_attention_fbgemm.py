@@ -162,7 +162,7 @@ def test_nothing_is_read_on_the_host(install) -> None:
         with pytest.raises(NotImplementedError, match="2097152 x 4 x 256 = 2147483648"):
             fbgemm_impl.hstu_attention(q, q, v_THV=q, seq_offsets=offsets, spec=spec)
         q = torch.empty(2**31 - 256, 0, 64, dtype=torch.bfloat16, device="meta")
-        with pytest.raises(NotImplementedError, match="2147483392 x 0 x 64.*2 users"):
+        with pytest.raises(NotImplementedError, match="the padded rows of 2147483648"):
             fbgemm_impl.hstu_attention(q, q, v_THV=q, seq_offsets=offsets, spec=spec)
 
 
@@ -225,6 +225,47 @@ def test_shapes_they_do_not_have_are_refused(signature: str, message: str, shape
     spec = AttentionSpec(max_seq_len=5, scaling_seqlen=5)
     with pytest.raises(NotImplementedError, match=message):
         fbgemm_impl.hstu_attention(q, q, v_THV=v, seq_offsets=torch.tensor([0, 5]), spec=spec)
+
+
+CALL = {"attention_dim": 64, "linear_dim": 64, "dtype": torch.bfloat16}
+SIZES = {"num_heads": 4, "max_seq_len": 2**13}
+REFUSED_AT_BUILD = {
+    "position_bias is not in FBGEMM's kernels": {"has_position_bias": True},
+    "time_bias is not in FBGEMM's kernels": {"has_time_bias": True},
+    "deterministic = True": {"deterministic": True},
+    "attention_window = 9 together with num_contextuals": {"attention_window": 9},
+    "q of 8388608 x 4 x 64 = 2147483648 elements": SIZES | {"max_num_users": 2**10},
+    "the padded rows of 2147483904": {
+        "num_heads": 0,
+        "max_seq_len": 128,
+        "max_num_users": 2**23 + 1,
+    },
+}
+RUNS = {
+    "every mask": {"target_group_size": 7, "disable_contextual_mask": True},
+    "not causal": {"is_causal": False},
+    "a window that cuts nothing": {"attention_window": 2**13, **SIZES},
+    "a window without counts": {
+        "attention_window": 9,
+        "has_contextuals": False,
+        "has_candidates": False,
+    },
+    "rows just under the limit": SIZES | {"max_num_users": 2**10 - 1},
+}
+
+
+@pytest.mark.parametrize(("message", "fields"), REFUSED_AT_BUILD.items(), ids=REFUSED_AT_BUILD)
+def test_calls_they_do_not_have_are_refused_at_build(
+    signature: str, message: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"cutlass.*{message}.*what runs here"):
+        choose_backend("cutlass", device_type="cuda", shape=CallShape(**CALL, **fields))
+
+
+@pytest.mark.parametrize("fields", RUNS.values(), ids=RUNS)
+def test_calls_they_have_are_let_through_at_build(signature: str, fields: dict[str, Any]) -> None:
+    shape = CallShape(**CALL, **fields)
+    assert choose_backend("cutlass", device_type="cuda", shape=shape) == "cutlass"
 
 
 def test_deterministic_is_refused(signature: str) -> None:

@@ -28,7 +28,6 @@ from configs.schema import (
 )
 from data.batch import PackedSamples, SequenceBatch, collate
 from data.dataset import SequenceDataset
-from data.preprocess import preprocess
 from training.distributed import World
 
 Overrides = Mapping[str, Any] | None
@@ -296,6 +295,8 @@ def write_movielens(folder: Path, *, num_users: int = 24, num_items: int = 40) -
     Users have 4 to 30 ratings at growing times. Ratings follow the item and the user, so that a
     model has something to learn.
     """
+    from data.preprocess import preprocess  # needs polars, which a machine that trains may lack
+
     raw = folder / "raw"
     raw.mkdir(parents=True)
     draw = random.Random(7)

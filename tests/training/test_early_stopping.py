@@ -182,10 +182,10 @@ def test_a_resume_before_the_stop_repeats_the_straight_run(
     with monkeypatch.context() as patch:
         plain = TrainStep.__call__
 
-        def interrupted(self: TrainStep, batch: Any) -> Any:
+        def interrupted(self: TrainStep, batch: Any, **options: Any) -> Any:
             if self.num_steps == interrupted_after:
                 raise InterruptionError
-            return plain(self, batch)
+            return plain(self, batch, **options)
 
         patch.setattr(TrainStep, "__call__", interrupted)
         script(monkeypatch, VALUES)
@@ -236,9 +236,9 @@ def test_going_back_takes_the_best_checkpoint_along(
     script(monkeypatch, VALUES[3:])
     plain = TrainStep.__call__
 
-    def forgetful(self: TrainStep, batch: Any) -> Any:
+    def forgetful(self: TrainStep, batch: Any, **options: Any) -> Any:
         shutil.rmtree(folder, ignore_errors=True)
-        return plain(self, batch)
+        return plain(self, batch, **options)
 
     monkeypatch.setattr(TrainStep, "__call__", forgetful)
     assert branch.fit() == expected

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from tests.support.experiments import (
     users_of_one_length,
 )
 from tests.support.two_ranks import TwoRanks
+from training import step as step_module
+from training.distributed import World
+from training.pipeline import build_pipeline
 from training.step import StepResult, TrainStep
 from training.trainer import Trainer
 
@@ -54,9 +59,9 @@ def _epoch_of(rank: int, world_size: int, folder: str, pipeline_type: str, count
     steps: list[StepResult] = []
     plain = TrainStep.__call__
 
-    def watched(self: TrainStep, batch: SequenceBatch) -> StepResult:
+    def watched(self: TrainStep, batch: SequenceBatch, **options: Any) -> StepResult:
         seen.extend(batch.sample_ids_B[batch.is_real].tolist())
-        steps.append(plain(self, batch))
+        steps.append(plain(self, batch, **options))
         return steps[-1]
 
     TrainStep.__call__ = watched
@@ -95,3 +100,35 @@ def test_ranks_end_at_the_same_step_and_lose_no_sample(
         for name in ("seen", "losses"):
             assert plain[name] == ahead[name]
         assert all(map(torch.equal, plain["dense"], ahead["dense"]))
+
+
+def test_the_next_batch_is_collated_while_the_device_works(
+    run_folder: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batches fill the pipeline; each later one comes before a step's wait, not after it."""
+    told: list[str] = []
+    plain = step_module.finite_flag_wait
+
+    def wait(rows_of_ranks: torch.Tensor) -> list[list[float]]:
+        told.append("wait")
+        return plain(rows_of_ranks)
+
+    monkeypatch.setattr(step_module, "finite_flag_wait", wait)
+    trainer = Trainer(synthetic_experiment(run_folder), world=world)
+    step = TrainStep(trainer.model.module, trainer.optimizer)
+    pipeline = build_pipeline(
+        "native", step, model=trainer.model, optimizer=trainer.optimizer, device=world.device
+    )
+
+    def four() -> Iterator[SequenceBatch]:
+        for batch in itertools.islice(trainer.loaders["train"].epoch(0), 4):
+            told.append("fetch")
+            yield batch
+
+    feed = four()
+    while True:
+        try:
+            pipeline.progress(feed)
+        except StopIteration:
+            break
+    assert told == ["fetch", "fetch", "fetch", "wait", "fetch", "wait", "wait", "wait"]

@@ -116,11 +116,11 @@ def watch_samples(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     plain = TrainStep.__call__
 
-    def watched(self: TrainStep, batch: Any) -> Any:
+    def watched(self: TrainStep, batch: Any, **options: Any) -> Any:
         end = len(batch.features.values())
         negatives = batch.features.values()[end - batch.num_negatives : end]
         seen.append([s for s in batch.sample_ids_B.tolist() if s >= 0] + negatives.tolist())
-        return plain(self, batch)
+        return plain(self, batch, **options)
 
     monkeypatch.setattr(TrainStep, "__call__", watched)
     return seen

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 
 from data.loader import build_datasets
 from model.build import build_model
-from tests.support.experiments import batch_of, cpu_world, synthetic_experiment
+from tests.support.experiments import (
+    batch_of,
+    cpu_world,
+    retrieval_experiment,
+    synthetic_experiment,
+    weights,
+)
 from tests.support.two_ranks import TwoRanks
+from training import sharding
 from training.distributed import World
 from training.sharding import initialize_dense
 from training.step import TrainStep
@@ -70,8 +80,8 @@ def _three_steps(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     trainer.model.train()
     step = TrainStep(trainer.model.module, trainer.optimizer)
     dropped: list[torch.Tensor] = []
-    handle = trunk.preprocessor.dropout.register_forward_hook(
-        lambda module, inputs, output: dropped.append(output == 0)
+    handle = trunk.stack.register_forward_pre_hook(
+        lambda module, inputs: dropped.append(inputs[0].values_TD == 0)
     )
     same = trainer.model.module(batch_of([(6, 3), (5, 2)], batch_size=8))
     handle.remove()
@@ -108,3 +118,39 @@ def test_the_same_seed_gives_the_same_run_on_two_ranks(
         assert torch.equal(before["mask"], again["mask"])
         for name, value in before["step 3"].items():
             assert torch.equal(value, again["step 3"][name]), name
+
+
+RANDOM = {"num_negatives": 20, "negatives_sampler": "random"}
+
+
+@pytest.mark.parametrize("pipeline_type", ["none", "native"])
+@pytest.mark.parametrize("task", ["ranking", "retrieval"])
+def test_a_single_process_exchanges_nothing_and_gets_the_same_bits(
+    tmp_path: Any, world: World, monkeypatch: pytest.MonkeyPatch, task: str, pipeline_type: str
+) -> None:
+    """Against TorchRec's own exchange with nobody, whose counts a GPU has to wait for."""
+
+    def run(name: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        settings = {"max_train_iters": 3, "pipeline_type": pipeline_type, "ckpt_save_interval": 0}
+        folder = str(tmp_path / name)
+        if task == "ranking":
+            experiment = synthetic_experiment(folder, trainer=settings)
+        else:  # the item table serves a second feature, which stands last in the batch
+            experiment = retrieval_experiment(folder, trainer=settings, retrieval=RANDOM)
+        trainer = Trainer(experiment, world=world)
+        return trainer.fit(), weights(trainer.model)
+
+    def refused(*arguments: object, **options: object) -> None:
+        raise AssertionError("ids or rows went through a collective")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharding, "_OneRankSharder", EmbeddingCollectionSharder)
+        expected, expected_weights = run("exchanging")
+    with monkeypatch.context() as patch:
+        for name in ("all_to_all_single", "all_to_all"):
+            patch.setattr(dist, name, refused)
+        figures, found = run("alone")
+    assert figures == expected
+    assert found.keys() == expected_weights.keys()
+    for name, value in expected_weights.items():
+        assert torch.equal(found[name], value), name

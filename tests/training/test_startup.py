@@ -54,10 +54,6 @@ NOT_BUILT = {
         lambda e: with_field(e, "trainer", pipeline_type="prefetch"),
         "TrainerArgs.pipeline_type = 'prefetch' is not built yet; what runs: 'native'",
     ),
-    "recomputation": (
-        lambda e: with_field(e, "network", recompute_input_silu=True),
-        "NetworkArgs.recompute_input_silu = True is not built yet; what runs: False",
-    ),
     "dynamic table": (dynamic_items, "DynamicEmbeddingArgs.*item.*what runs: EmbeddingArgs"),
 }
 

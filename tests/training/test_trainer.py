@@ -45,9 +45,9 @@ def watch_samples(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     plain = TrainStep.__call__
 
-    def watched(self: TrainStep, batch: Any) -> Any:
+    def watched(self: TrainStep, batch: Any, **options: Any) -> Any:
         seen.append([sample for sample in batch.sample_ids_B.tolist() if sample >= 0])
-        return plain(self, batch)
+        return plain(self, batch, **options)
 
     monkeypatch.setattr(TrainStep, "__call__", watched)
     return seen

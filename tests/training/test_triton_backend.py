@@ -1,4 +1,4 @@
-"""Whole training steps with the triton attention, through its interpreter where there is no GPU."""
+"""Whole training steps with our Triton kernels, through their interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def test_a_run_with_triton_is_the_run_with_pytorch(
             ),
             world=world,
         )
-        assert trainer.model.module.trunk.stack.config.attention_backend == backend
+        trunk = trainer.model.module.trunk
+        config = trunk.stack.config
+        chosen = (config.attention_backend, config.elementwise_backend, trunk.preprocessor.backend)
+        assert chosen == (backend, backend, backend)
         figures.append(trainer.fit())
     assert figures[1] == pytest.approx(figures[0], rel=1e-5)
