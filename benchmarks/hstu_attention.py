@@ -11,7 +11,10 @@ copy), then a row for each case. A gate that fails ends the run with status 1 be
     *_tflops        useful pairs only: 2 (A + V) H flops a visible pair forward, 2 (3 A + 2 V) H
                     backward; *_of_matmul is its share of the matmul ceiling
     *_of_copy       bytes that must move (inputs and outputs once) over time, share of a copy's rate
-    fbgemm_*        FBGEMM_CROSS_RUN below: another run on the same kind of machine
+    fbgemm_*        FBGEMM's `hstu` package in this run, where it can be imported and has the kernel
+                    compiled: called directly, on contiguous copies, memsets and casts included;
+                    *_difference is its result's from ours, relative. fbgemm_cross_run_*:
+                    FBGEMM_CROSS_RUN below, another run on the same kind of machine
 """
 
 import argparse
@@ -31,6 +34,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ops.hstu_attention import hstu_attention
+from ops.hstu_attention.fbgemm_impl import load_package
 from ops.hstu_attention.reference import visible
 from ops.hstu_attention.spec import AttentionSpec
 from ops.jagged import lengths_to_offsets
@@ -228,6 +232,67 @@ def _error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
+class Fbgemm:
+    """The same call through FBGEMM's own entry."""
+
+    def __init__(self, call: Call) -> None:
+        arguments = call.arguments
+        device = arguments["seq_offsets"].device
+        longest = max(call.case.lengths)
+        self.leaves = [
+            call.leaves[name].detach().contiguous().requires_grad_() for name in ("q", "k", "v")
+        ]
+        offsets = arguments["seq_offsets"].int()
+        counts = [
+            None if arguments.get(name) is None else arguments[name].int()
+            for name in ("num_contextuals", "num_candidates")
+        ]
+        self.arguments = (
+            *(offsets, offsets, None, None, longest, longest, longest, *counts),
+            *(arguments.get("target_group_size", 1), (-1, 0), call.case.dims[0] ** -0.5),
+        )
+        self.grad_out = call.grad_out.to(device)
+
+    @staticmethod
+    def reason_against(case: Case) -> str | None:
+        """Why there is no such row, None where there is."""
+        package = load_package()
+        if package.refusal is not None:
+            return package.refusal
+        others = set(case.options) - {"target_group_size"}
+        has_bias = case.position_buckets or case.time_buckets
+        if others or has_bias or case.dims[0] != case.dims[1] or case.dims[0] not in (64, 128, 256):
+            return "its package has no kernel for such a call"
+        return None
+
+    def forward(self) -> Tensor:
+        """Return the output."""
+        attend = load_package().attend
+        assert attend is not None
+        return attend(*self.leaves, *self.arguments)
+
+    def row(self, ours: Tensor) -> dict[str, float]:
+        """Times, and how far the result is from ours."""
+        out = self.forward()
+
+        def forward() -> None:
+            with torch.no_grad():
+                self.forward()
+
+        def backward() -> None:
+            torch.autograd.grad(out, self.leaves, self.grad_out, retain_graph=True)
+
+        def both() -> None:
+            torch.autograd.grad(self.forward(), self.leaves, self.grad_out)
+
+        return {
+            "fbgemm_difference": _error(out.detach(), ours.detach().double()),
+            "fbgemm_forward_ms": kernel_ms(forward),
+            "fbgemm_backward_ms": kernel_ms(backward),
+            "fbgemm_both_wall_ms": wall_ms(both),
+        }
+
+
 _flush: list[Tensor] = []
 
 
@@ -319,11 +384,14 @@ def measure(name: str, case: Case, backend: str, ceiling: dict[str, float]) -> d
         row[f"{phase}_wall_ms"] = wall_ms(run)
     row["both_ms"], row["both_wall_ms"] = kernel_ms(both), wall_ms(both)
     row["tokens_per_s"] = sum(case.lengths) / row["both_wall_ms"] * 1e3
+    phases = ("forward_ms", "backward_ms", "both_wall_ms")
+    if Fbgemm.reason_against(case) is None:
+        row |= Fbgemm(call).row(out)
+        row |= {f"speedup_{key}": row[f"fbgemm_{key}"] / row[key] for key in phases}
     if name in FBGEMM_CROSS_RUN:
-        fbgemm = FBGEMM_CROSS_RUN[name]
-        for key, value in zip(("forward_ms", "backward_ms", "both_wall_ms"), fbgemm, strict=True):
+        for key, value in zip(phases, FBGEMM_CROSS_RUN[name], strict=True):
             row[f"fbgemm_cross_run_{key}"] = value
-            row[f"speedup_{key}"] = value / row[key]
+            row[f"cross_run_speedup_{key}"] = value / row[key]
     return row
 
 

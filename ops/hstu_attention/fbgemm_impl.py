@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 HEAD_DIMS = (32, 64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 _CAPABILITIES = (8, 9)
+_MAX_USERS = 65535  # their backward has one block in z a user
 _ROWS_PADDED_A_USER = 128  # of their gradient accumulator, counted in 32 bits
 _OLDER_MAX_ONLY_CANDIDATES = 64  # their smallest tile of query rows
 _OLDER_MAX_GRID_GROWTH = 8  # max_seqlen sets the grid: no scaling_seqlen far beyond the lengths
@@ -213,6 +214,8 @@ def _refuse_rule(
 
 def _refuse_rows(sizes: tuple[int, int, int], num_users: int) -> str | None:
     """Return whether q of (rows, heads, attention_dim) passes what they can count."""
+    if num_users > _MAX_USERS:  # a launch that fails ends the process there
+        return f"at most {_MAX_USERS} users (sequences) a call, got {num_users}"
     try:
         require_32bit_indexing(sizes, name="q", kernel="FBGEMM's package hstu")
         padded = (sizes[0] + num_users * _ROWS_PADDED_A_USER,)

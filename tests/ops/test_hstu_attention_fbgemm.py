@@ -1,5 +1,6 @@
 """The adapter of FBGEMM's `hstu`, on a stand-in with both of its signatures, against the oracle."""
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -164,6 +165,16 @@ def test_nothing_is_read_on_the_host(install) -> None:
         q = torch.empty(2**31 - 256, 0, 64, dtype=torch.bfloat16, device="meta")
         with pytest.raises(NotImplementedError, match="the padded rows of 2147483648"):
             fbgemm_impl.hstu_attention(q, q, v_THV=q, seq_offsets=offsets, spec=spec)
+        q = torch.empty(9, 4, 64, dtype=torch.bfloat16, device="meta")
+        offsets = torch.empty(65537, dtype=torch.int64, device="meta")
+        with pytest.raises(NotImplementedError, match="at most 65535 users.* got 65536"):
+            fbgemm_impl.hstu_attention(
+                q,
+                q,
+                v_THV=q,
+                seq_offsets=offsets,
+                spec=dataclasses.replace(spec, num_candidates=None),
+            )
 
 
 @pytest.mark.parametrize(
@@ -235,10 +246,11 @@ REFUSED_AT_BUILD = {
     "deterministic = True": {"deterministic": True},
     "attention_window = 9 together with num_contextuals": {"attention_window": 9},
     "q of 8388608 x 4 x 64 = 2147483648 elements": SIZES | {"max_num_users": 2**10},
-    "the padded rows of 2147483904": {
+    "at most 65535 users": {"max_num_users": 65536},
+    "the padded rows of 2155839360": {
         "num_heads": 0,
-        "max_seq_len": 128,
-        "max_num_users": 2**23 + 1,
+        "max_seq_len": 2**15,
+        "max_num_users": 65535,
     },
 }
 RUNS = {

@@ -411,15 +411,6 @@ def test_where_triton_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend("triton", device_type="cpu") == "triton"
 
 
-def test_auto_leaves_triton_to_those_who_name_it_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("ops.hstu_attention.dispatch._announced", set())
-    with caplog.at_level("INFO", logger="ops.hstu_attention.dispatch"):
-        assert choose_backend("auto", device_type="cuda") == "pytorch"
-    assert '"auto" runs "pytorch" on cuda (triton: only by name so far; cutlass' in caplog.text
-
-
 def test_head_dims_are_refused_when_the_model_is_built() -> None:
     shape = CallShape(attention_dim=512, linear_dim=64, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="attention_dim must be 1 to 256.*got 512"):
