@@ -81,9 +81,11 @@ class ResidualLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         """Return gradients of the gated rows, weight, bias and residual."""
+        from ops.norm.triton_sums import sum_rows
+
         gated, weight = ctx.saved_tensors
         dweight = weight_gradient(grad, gated, dtype=weight.dtype)
-        dbias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        dbias = sum_rows(grad.contiguous(), dtype=ctx.bias_dtype)
         return grad @ weight.to(grad.dtype), dweight, dbias, grad
 
 

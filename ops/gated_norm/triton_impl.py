@@ -23,11 +23,11 @@ from ops.norm.triton_rows import (
     load_rows,
     load_stats,
     load_vector,
-    num_processors,
     row_tiles,
     standardise,
     store_rows,
 )
+from ops.norm.triton_sums import sum_partials
 from ops.silu_split.triton_impl import sigmoid
 
 
@@ -68,7 +68,8 @@ class _GatedNorm(torch.autograd.Function):
         seed = draw_seed(attn.device) if dropout > 0.0 else None
         if num_rows:
             tiles = row_tiles(gated)
-            _forward_kernel[(triton.cdiv(num_rows, tiles.rows),)](
+            programs, num_tiles = tiles.split(gated)
+            _forward_kernel[(programs,)](
                 attn,
                 u,
                 u_bias,
@@ -78,6 +79,7 @@ class _GatedNorm(torch.autograd.Function):
                 gated,
                 stats,
                 num_rows,
+                num_tiles,
                 eps,
                 u.stride(0),
                 u.stride(1),
@@ -88,6 +90,7 @@ class _GatedNorm(torch.autograd.Function):
                 D=num_heads * width,
                 BLOCK_D=tiles.block,
                 ROWS=tiles.rows,
+                STAGES=tiles.stages,
                 num_warps=tiles.warps,
             )
         ctx.save_for_backward(attn, u, u_bias, weight, bias, stats, seed)
@@ -104,11 +107,10 @@ class _GatedNorm(torch.autograd.Function):
         if not num_rows:
             dweight, dbias = torch.zeros_like(weight), torch.zeros_like(bias)
             return dattn, du, dweight, dbias, None, None, None
-        tiles = row_tiles(grad, persistent=True)
-        num_tiles = triton.cdiv(num_rows, tiles.rows)
-        programs = min(num_tiles, tiles.programs * num_processors(attn.device))
+        tiles = row_tiles(grad, backward=True)
+        programs, num_tiles = tiles.split(grad)
         partial = torch.empty(
-            (2, programs, num_heads * width), dtype=torch.float32, device=attn.device
+            (programs, 2 * num_heads * width), dtype=torch.float32, device=attn.device
         )
         _backward_kernel[(programs,)](
             grad.contiguous(),
@@ -136,7 +138,7 @@ class _GatedNorm(torch.autograd.Function):
             STAGES=tiles.stages,
             num_warps=tiles.warps,
         )
-        dweight, dbias = partial.sum(1).to(weight.dtype)
+        dweight, dbias = sum_partials(partial, dtype=weight.dtype).split(num_heads * width)
         return dattn, du, dweight, dbias, None, None, None
 
 
@@ -161,7 +163,7 @@ def _load_head_vector(ptr, head_stride, V: tl.constexpr, D: tl.constexpr, BLOCK:
     return tl.load(place, mask=col < D, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _forward_kernel(
     attn_ptr,
     u_ptr,
@@ -172,6 +174,7 @@ def _forward_kernel(
     gated_ptr,
     stats_ptr,
     num_rows,
+    num_tiles,
     eps,
     u_stride,
     u_head_stride,
@@ -182,20 +185,29 @@ def _forward_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    attn = load_rows(attn_ptr, row, num_rows, D, BLOCK_D)
-    u = _load_heads(u_ptr, row, num_rows, u_stride, u_head_stride, V, D, BLOCK_D)
-    xhat = standardise(attn, stats_ptr, row, num_rows, eps, D, BLOCK_D)
-    gated = xhat * load_vector(weight_ptr, D, BLOCK_D) + load_vector(bias_ptr, D, BLOCK_D)
-    if u_bias_ptr is not None:
-        u += _load_head_vector(u_bias_ptr, u_bias_stride, V, D, BLOCK_D)
-        u *= sigmoid(u)
-    gated *= u
+    """Program p takes the row tiles p, p + programs, ..."""
+    weight = load_vector(weight_ptr, D, BLOCK_D)
+    bias = load_vector(bias_ptr, D, BLOCK_D)
     if seed_ptr is not None:
-        keep = keep_mask(tl.load(seed_ptr), row, DROP_BELOW, ROWS, BLOCK_D)
-        gated = tl.where(keep, gated * SCALE, 0.0)
-    store_rows(gated_ptr, row, num_rows, gated, D, BLOCK_D)
+        seed = tl.load(seed_ptr)
+    if u_bias_ptr is not None:
+        u_bias = _load_head_vector(u_bias_ptr, u_bias_stride, V, D, BLOCK_D)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        attn = load_rows(attn_ptr, row, num_rows, D, BLOCK_D)
+        u = _load_heads(u_ptr, row, num_rows, u_stride, u_head_stride, V, D, BLOCK_D)
+        xhat = standardise(attn, stats_ptr, row, num_rows, eps, D, BLOCK_D)
+        gated = xhat * weight + bias
+        if u_bias_ptr is not None:
+            u += u_bias
+            u *= sigmoid(u)
+        gated *= u
+        if seed_ptr is not None:
+            keep = keep_mask(seed, row, DROP_BELOW, ROWS, BLOCK_D)
+            gated = tl.where(keep, gated * SCALE, 0.0)
+        store_rows(gated_ptr, row, num_rows, gated, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
@@ -224,7 +236,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program p takes the row tiles p, p + programs, ...; partial is (2, programs, D)."""
+    """Program p takes the row tiles p, p + programs, ...; partial is (programs, 2, D)."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     weight = load_vector(weight_ptr, D, BLOCK_D)
@@ -258,6 +270,6 @@ def _backward_kernel(
         dattn = backward_of_rows(grad * weight, xhat, rstd, D)
         store_rows(dattn_ptr, row, num_rows, dattn, D, BLOCK_D)
     col = tl.arange(0, BLOCK_D)
-    place = partial_ptr + program.to(tl.int64) * D + col
+    place = partial_ptr + program.to(tl.int64) * (2 * D) + col
     tl.store(place, dweight, mask=col < D)
-    tl.store(place + programs.to(tl.int64) * D, dbias, mask=col < D)
+    tl.store(place + D, dbias, mask=col < D)

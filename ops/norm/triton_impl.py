@@ -21,11 +21,11 @@ from ops.norm.triton_rows import (
     load_rows,
     load_stats,
     load_vector,
-    num_processors,
     row_tiles,
     standardise,
     store_rows,
 )
+from ops.norm.triton_sums import sum_partials
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, *, bias_D: Tensor, eps: float) -> Tensor:
@@ -44,17 +44,20 @@ def norm_forward(
     stats = torch.empty((2, num_rows), dtype=torch.float32, device=x_TD.device)
     if num_rows:
         tiles = row_tiles(x_TD)
-        _forward_kernel[(triton.cdiv(num_rows, tiles.rows),)](
+        programs, num_tiles = tiles.split(x_TD)
+        _forward_kernel[(programs,)](
             x_TD,
             weight_D,
             bias_D,
             y_TD,
             stats,
             num_rows,
+            num_tiles,
             eps,
             D=width,
             BLOCK_D=tiles.block,
             ROWS=tiles.rows,
+            STAGES=tiles.stages,
             num_warps=tiles.warps,
         )
     return y_TD, stats
@@ -81,10 +84,9 @@ def norm_backward(
     dx_TD = torch.empty_like(x_TD)
     if not num_rows:
         return dx_TD, torch.zeros_like(weight_D), torch.zeros_like(weight_D)
-    tiles = row_tiles(x_TD, persistent=True)
-    num_tiles = triton.cdiv(num_rows, tiles.rows)
-    programs = min(num_tiles, tiles.programs * num_processors(x_TD.device))
-    partial = torch.empty((2, programs, width), dtype=torch.float32, device=x_TD.device)
+    tiles = row_tiles(x_TD, backward=True)
+    programs, num_tiles = tiles.split(x_TD)
+    partial = torch.empty((programs, 2 * width), dtype=torch.float32, device=x_TD.device)
     _backward_kernel[(programs,)](
         grad_TD,
         x_TD,
@@ -101,7 +103,7 @@ def norm_backward(
         STAGES=tiles.stages,
         num_warps=tiles.warps,
     )
-    dweight, dbias = partial.sum(1).to(weight_D.dtype)
+    dweight, dbias = sum_partials(partial, dtype=weight_D.dtype).split(width)
     return dx_TD, dweight, dbias
 
 
@@ -120,7 +122,7 @@ class _LayerNorm(torch.autograd.Function):
         return *norm_backward(grad.contiguous(), x, weight_D=weight, stats=stats), None
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _forward_kernel(
     x_ptr,
     weight_ptr,
@@ -128,16 +130,21 @@ def _forward_kernel(
     y_ptr,
     stats_ptr,
     num_rows,
+    num_tiles,
     eps,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    x = load_rows(x_ptr, row, num_rows, D, BLOCK_D)
-    xhat = standardise(x, stats_ptr, row, num_rows, eps, D, BLOCK_D)
-    y = xhat * load_vector(weight_ptr, D, BLOCK_D) + load_vector(bias_ptr, D, BLOCK_D)
-    store_rows(y_ptr, row, num_rows, y, D, BLOCK_D)
+    """Program p takes the row tiles p, p + programs, ..."""
+    weight = load_vector(weight_ptr, D, BLOCK_D)
+    bias = load_vector(bias_ptr, D, BLOCK_D)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        x = load_rows(x_ptr, row, num_rows, D, BLOCK_D)
+        xhat = standardise(x, stats_ptr, row, num_rows, eps, D, BLOCK_D)
+        store_rows(y_ptr, row, num_rows, xhat * weight + bias, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
@@ -156,7 +163,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program p takes the row tiles p, p + programs, ...; partial is (2, programs, D)."""
+    """Program p takes the row tiles p, p + programs, ...; partial is (programs, 2, D)."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     weight = load_vector(weight_ptr, D, BLOCK_D)
@@ -175,9 +182,9 @@ def _backward_kernel(
             dx += load_rows(residual_ptr, row, num_rows, D, BLOCK_D)
         store_rows(dx_ptr, row, num_rows, dx, D, BLOCK_D)
     col = tl.arange(0, BLOCK_D)
-    place = partial_ptr + program.to(tl.int64) * D + col
+    place = partial_ptr + program.to(tl.int64) * (2 * D) + col
     tl.store(place, dweight, mask=col < D)
-    tl.store(place + programs.to(tl.int64) * D, dbias, mask=col < D)
+    tl.store(place + D, dbias, mask=col < D)
 
 
 @triton.jit

@@ -27,34 +27,37 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 @dataclass(frozen=True, kw_only=True)
 class RowTiles:
-    """Tile of a row kernel and the warps that hold it."""
+    """Tile of a row kernel and how many programs walk over such tiles."""
 
     block: int
     """D as a power of two."""
     rows: int
     warps: int
     programs: int
-    """Programs of a persistent kernel a multiprocessor."""
+    """Programs a multiprocessor."""
     stages: int
-    """Row tiles of a persistent kernel in flight, the one that is computed included."""
+    """Row tiles in flight, the one that is computed included."""
+
+    def split(self, x_TD: Tensor) -> tuple[int, int]:
+        """Return the number of programs and that of row tiles."""
+        num_tiles = triton.cdiv(x_TD.shape[0], self.rows)
+        return min(num_tiles, self.programs * num_processors(x_TD.device)), num_tiles
 
 
-def row_tiles(x_TD: Tensor, *, persistent: bool = False) -> RowTiles:
+def row_tiles(x_TD: Tensor, *, backward: bool = False) -> RowTiles:
     """Return the tile for rows of D entries, the last dimension of a matrix.
 
-    A thread holds 8 entries of a row (16 from 8192 on) in a persistent kernel, else 16: 16-byte
-    accesses, and from 512 entries on the sums over a tile's rows stay inside a thread. A persistent
-    kernel is a pipeline, with loads in flight ahead of the row that is computed.
+    A warp's 32 threads hold 8 entries of a row each, 16-byte accesses, or a multiple of that.
+    Several rows a tile share the barriers of the sums along them.
     """
     block = max(16, triton.next_power_of_2(x_TD.shape[-1]))
     if INTERPRETED:
         return RowTiles(block=block, rows=16, warps=4, programs=2, stages=1)
-    entries = 256 if persistent else 512  # of a warp
-    warps = min(16, max(1, block // entries))
-    rows = max(1, min(64, entries * warps // block))
+    warps = min(16, max(1, block // 256))
+    rows = max(1, min(64, (512 if backward else 1024) * warps // block))
     # up to four tensors wait in shared memory, which has 227 KiB
-    stages = 4 if (row_bytes := block * x_TD.element_size()) <= 8192 else 3
-    stages = stages if row_bytes <= 16384 else 2
+    tile_bytes = rows * block * x_TD.element_size()
+    stages = 3 if tile_bytes <= 16384 else 2
     return RowTiles(
         block=block, rows=rows, warps=warps, programs=max(1, 16 // warps), stages=stages
     )

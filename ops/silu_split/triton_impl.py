@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ops.norm.triton_rows import INTERPRETED, check_rows, num_processors
+from ops.norm.triton_sums import sum_partials
 
 _MAX_COLUMNS = 256  # of a tile
 _TILE_BYTES = 4096  # 16 entries a thread in half precision
@@ -139,7 +140,7 @@ def _launch_backward(
     )
     if bias is None or partial is None:
         return duvqk, None
-    return duvqk, partial.sum(0).to(bias.dtype)
+    return duvqk, sum_partials(partial, dtype=bias.dtype)
 
 
 def _columns(linear_dim: int, attention_dim: int) -> int:

@@ -246,7 +246,7 @@ REFUSED_AT_BUILD = {
     "deterministic = True": {"deterministic": True},
     "attention_window = 9 together with num_contextuals": {"attention_window": 9},
     "q of 8388608 x 4 x 64 = 2147483648 elements": SIZES | {"max_num_users": 2**10},
-    "at most 65535 users": {"max_num_users": 65536},
+    "at most 65535 users": SIZES | {"max_num_users": 65536},
     "the padded rows of 2155839360": {
         "num_heads": 0,
         "max_seq_len": 2**15,
