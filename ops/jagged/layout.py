@@ -14,6 +14,7 @@ from ops.jagged.offsets import check_counts, lengths_to_offsets
 from ops.position import PositionRule
 
 GROUP_USERS = 32
+BLOCK_PLACES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,18 +22,20 @@ class HistoryGroups:
     """Users in the order of their history, longest first, in groups of GROUP_USERS.
 
     The gradient of a position table sums over users; users of a group are about equally long, so
-    that (group, place in the history) is a list of equal pieces of work without a look at the
-    lengths on the host.
+    that (group, BLOCK_PLACES places of the history) is a list of pieces of work without a look at
+    the lengths on the host. No block has both places with a table row of their own and places that
+    share one.
     """
 
     anchor_B: Tensor
     """(B,) int64, sorted users: token of history place 0, the oldest or the newest one."""
     history_B: Tensor
     """(B,) int64, sorted users: history tokens."""
-    piece_offsets: Tensor
-    """(groups + 1,) int64: pieces before each group; a group has one for each place it reaches."""
-    max_pieces: int
-    """Upper bound of the number of pieces, from what the host knows."""
+    block_offsets: Tensor
+    """(2 * groups + 1,) int64: blocks before those of each group, counting the blocks of shared
+    places of all groups first, then those of places with a row of their own."""
+    max_blocks: int
+    """Upper bound of the number of blocks, from what the host knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +127,9 @@ def build_token_layout(
     """
     lengths_B = item_lengths_B.long()
     candidates_B = num_candidates_B.long()
-    contextuals_B = torch.zeros_like(lengths_B)
-    if num_contextuals_B is not None:
-        contextuals_B = num_contextuals_B.long()
+    contextuals_B = (
+        torch.zeros_like(lengths_B) if num_contextuals_B is None else num_contextuals_B.long()
+    )
     _check(lengths_B, candidates_B, contextuals_B, num_item_rows, num_contextual_rows)
     if num_candidate_rows is None:
         num_candidate_rows = int(candidates_B.sum())

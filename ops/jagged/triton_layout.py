@@ -3,7 +3,7 @@
     users_kernel    offsets by user, each program summing all users before its own (no program waits
                     for another); users sorted by history length, by counting who comes first
     tokens_kernel   per token a binary search for its user, then everything that a token, an event
-                    or a candidate has to know; one more program lists the pieces of the groups
+                    or a candidate has to know; one more program lists the blocks of the groups
 
 The host reads nothing. Counts that contradict each other stop the device with an assertion, and
 what they would write out of bounds is left out.
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.jagged.layout import GROUP_USERS, Counts, HistoryGroups, TokenLayout
+from ops.jagged.layout import BLOCK_PLACES, GROUP_USERS, Counts, HistoryGroups, TokenLayout
 from ops.jagged.triton_rows import axis_sum, running_sum
 from ops.position import PositionRule
 
@@ -62,28 +62,28 @@ def token_layout(
 def _lists(sizes: list[int], device: torch.device) -> list[Tensor]:
     """Uninitialised int64 lists in one allocation, each 128-byte aligned: Triton compiles a kernel
     again for a pointer that is aligned otherwise."""
-    rooms = [triton.cdiv(size, 16) * 16 for size in sizes]
-    parts = torch.empty(sum(rooms), dtype=torch.int64, device=device).split(rooms)
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    cuts = [cut for size in sizes for cut in (size, -size % 16)]
+    return list(torch.empty(sum(cuts), dtype=torch.int64, device=device).split(cuts)[::2])
 
 
 def _empty_groups(counts: Counts, positions: PositionRule) -> HistoryGroups:
     """Groups whose tensors the kernels fill.
 
     A group is as long as its first user, who is no longer than any of the group before: all groups
-    together reach max_seq_len + history tokens / GROUP_USERS places at most.
+    together reach max_seq_len + history tokens / GROUP_USERS places at most. Each of the two lists
+    of a group may end in a block that is not full.
     """
     num_users = counts.lengths_B.numel()
     num_groups = triton.cdiv(num_users, GROUP_USERS)
-    sizes = [num_users, num_users, num_groups + 1]
-    anchor_B, history_B, piece_offsets = _lists(sizes, counts.lengths_B.device)
+    sizes = [num_users, num_users, 2 * num_groups + 1]
+    anchor_B, history_B, block_offsets = _lists(sizes, counts.lengths_B.device)
     num_history = counts.num_item_rows - counts.num_candidate_rows + counts.num_action_rows
-    bound = positions.max_seq_len + num_history // GROUP_USERS
+    places = positions.max_seq_len + num_history // GROUP_USERS
     return HistoryGroups(
         anchor_B=anchor_B,
         history_B=history_B,
-        piece_offsets=piece_offsets,
-        max_pieces=min(num_history, bound),
+        block_offsets=block_offsets,
+        max_blocks=min(num_history, places // BLOCK_PLACES + 2 * num_groups),
     )
 
 
@@ -137,7 +137,7 @@ def _launch_tokens(
         None if timestamps_E is None else out[7],
         None if timestamps_E is None else timestamps_E.contiguous(),
         None if groups is None else groups.history_B,
-        None if groups is None else groups.piece_offsets,
+        None if groups is None else groups.block_offsets,
         num_users,
         counts.num_tokens,
         counts.num_contextual_rows,
@@ -152,6 +152,7 @@ def _launch_tokens(
         SHARED_ROWS=1 if positions is None else positions.shared_rows,
         FROM_OLDEST=positions is not None and positions.counting_from == "oldest",
         GROUP=GROUP_USERS,
+        PLACES=BLOCK_PLACES,
         BLOCK=_TOKENS,
         num_warps=4,
     )
@@ -260,16 +261,33 @@ def users_kernel(
 
 
 @triton.jit
-def _list_pieces(history_ptr, offsets_ptr, num_users, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets of the groups' pieces; a group has one for each place of its first user."""
+def _list_blocks(
+    history_ptr,
+    offsets_ptr,
+    num_users,
+    own_rows,
+    GROUP: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Offsets of the groups' blocks, as many as the history of each group's first user fills."""
     lane = tl.arange(0, BLOCK)
     carry = tl.full([BLOCK], 0, tl.int64)
+    num_groups = (num_users + GROUP - 1) // GROUP
     tl.store(offsets_ptr, tl.full([], 0, tl.int64))
-    for first in range(0, num_users, GROUP * BLOCK):
-        leader = first + lane * GROUP
-        pieces = tl.load(history_ptr + leader, mask=leader < num_users, other=0)
-        tl.store(offsets_ptr + 1 + leader // GROUP, carry + running_sum(pieces), leader < num_users)
-        carry += axis_sum(pieces, 0)
+    for is_own in tl.static_range(2):
+        for first in range(0, num_groups, BLOCK):
+            group = first + lane
+            is_group = group < num_groups
+            places = tl.load(history_ptr + group * GROUP, mask=is_group, other=0)
+            if is_own:
+                places = tl.minimum(places, own_rows)
+            else:
+                places = tl.maximum(places - own_rows, 0)
+            blocks = (places + PLACES - 1) // PLACES
+            ends = offsets_ptr + 1 + is_own * num_groups + group
+            tl.store(ends, carry + running_sum(blocks), mask=is_group)
+            carry += axis_sum(blocks, 0)
 
 
 @triton.jit
@@ -314,7 +332,7 @@ def tokens_kernel(
     timestamp_ptr,
     event_time_ptr,
     history_ptr,
-    piece_offsets_ptr,
+    block_offsets_ptr,
     num_users,
     num_tokens,
     num_contextual_rows,
@@ -329,13 +347,15 @@ def tokens_kernel(
     SHARED_ROWS: tl.constexpr,
     FROM_OLDEST: tl.constexpr,
     GROUP: tl.constexpr,
+    PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write all lists of `TokenLayout` for BLOCK tokens; the program behind them lists pieces."""
+    """Write all lists of `TokenLayout` for BLOCK tokens; the program behind them lists blocks."""
     if history_ptr is not None:
         is_behind = tl.program_id(0) == num_blocks
         if is_behind:
-            _list_pieces(history_ptr, piece_offsets_ptr, num_users, GROUP, BLOCK)
+            own_rows = history_rows - SHARED_ROWS
+            _list_blocks(history_ptr, block_offsets_ptr, num_users, own_rows, GROUP, PLACES, BLOCK)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < num_tokens
     user = _user_of(starts_ptr, token, num_users, num_steps)

@@ -89,7 +89,7 @@ def _move(
     """Write the gradients of ROWS tokens to their source rows; return them in float32."""
     col = tl.arange(0, COLS)[None, :]
     mask = is_token[:, None] & (col < D)
-    x = tl.load(grad_ptr + token[:, None] * grad_stride + col, mask=mask, other=0.0)
+    x = tl.load(grad_ptr + token[:, None].to(tl.int64) * grad_stride + col, mask=mask, other=0.0)
     source = tl.load(source_ptr + token, mask=is_token, other=0)
     x = x.to(tl.float32)
     if seed_ptr is not None:
@@ -134,14 +134,14 @@ def moves_kernel(
 
 
 @triton.jit
-def _group_of(piece, offsets_ptr, num_groups, LANES: tl.constexpr):
-    """The group of a history piece: how many groups end at or before it."""
+def _list_of(block, offsets_ptr, num_lists, LANES: tl.constexpr):
+    """The list of a history block: how many lists end at or before it."""
     lane = tl.arange(0, LANES)
     ended = tl.full([LANES], 0, tl.int32)
-    for first in range(0, num_groups, LANES):
-        group = first + lane
-        end = tl.load(offsets_ptr + 1 + group, mask=group < num_groups, other=0)
-        ended += ((group < num_groups) & (end <= piece)).to(tl.int32)
+    for first in range(0, num_lists, LANES):
+        index = first + lane
+        end = tl.load(offsets_ptr + 1 + index, mask=index < num_lists, other=0)
+        ended += ((index < num_lists) & (end <= block)).to(tl.int32)
     return axis_sum(ended, 0)
 
 
@@ -153,7 +153,7 @@ def _group_of(piece, offsets_ptr, num_groups, LANES: tl.constexpr):
         "candidate_pieces",
         "user_chunks",
         "max_contextuals",
-        "history_rows",
+        "own_rows",
     ],
     do_not_specialize_on_alignment=[
         "source_ptr",
@@ -163,7 +163,7 @@ def _group_of(piece, offsets_ptr, num_groups, LANES: tl.constexpr):
         "candidate_token_ptr",
         "anchor_ptr",
         "history_ptr",
-        "piece_offsets_ptr",
+        "block_offsets_ptr",
     ],
 )
 def pieces_kernel(
@@ -178,7 +178,7 @@ def pieces_kernel(
     candidate_token_ptr,
     anchor_ptr,
     history_ptr,
-    piece_offsets_ptr,
+    block_offsets_ptr,
     grad_stride,
     num_users,
     num_candidates,
@@ -186,69 +186,89 @@ def pieces_kernel(
     candidate_pieces,
     user_chunks,
     max_contextuals,
-    history_rows,
-    SHARED_ROWS: tl.constexpr,
+    own_rows,
     ONE_GROUP: tl.constexpr,
     FROM_OLDEST: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
+    PLACES: tl.constexpr,
+    MERGED: tl.constexpr,
     COLS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     DROP_BELOW: tl.constexpr,
     SCALE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Move the gradients of one piece and write their sum."""
+    """Move the gradients of one piece and write its sums: MERGED rows, or one for each place."""
     pid = tl.program_id(0)
     slot = pid - candidate_pieces
-    piece = (slot - max_contextuals * user_chunks).to(tl.int64)
-    is_history = piece >= 0
-    # entry i of a piece is token tokens[i] + shift, where counts[i] > place
-    place = piece * 0 - 1
-    shift = piece * 0
+    task = (slot - max_contextuals * user_chunks).to(tl.int64)
+    is_history = task >= 0
+    row = tl.arange(0, ROWS)
+    # row r of a step is token tokens[entry] + shift + lane_shift, if counts[entry] > place
+    entry_lane = row
+    place_lane = row * 0
+    lane_shift = row * 0
+    step = pid * 0 + ROWS
+    place = task * 0 - 1
+    place_end = task * 0 + 2147483647
+    shift = pid * 0
     first_entry = pid * PIECE
-    num_entries = num_candidates
-    num_rows = pid * 0 + PIECE
+    num_entries = tl.minimum(PIECE, num_candidates - first_entry)
+    partial = pid.to(tl.int64) * MERGED
+    is_own = task < task
+    is_written = pid >= 0
     token_ptr = candidate_token_ptr
     count_ptr = candidate_token_ptr
     if is_history:
-        group = pid * 0
-        place = piece  # of one group; a place that no user reaches adds up to zero
-        num_rows = tl.minimum(num_rows, GROUP)
-        if not ONE_GROUP:
-            group = _group_of(piece, piece_offsets_ptr, num_groups, 128)
-            place = piece - tl.load(piece_offsets_ptr + group)
-            num_rows = tl.where(group < num_groups, GROUP, 0)
-        shift = -place
-        if FROM_OLDEST:
-            shift = place
-        first_entry = group * GROUP
-        num_entries = num_users
+        block = task // (BLOCK // PLACES)
+        which = _list_of(block, block_offsets_ptr, 2 * num_groups, 32)
+        is_written = which < 2 * num_groups
+        is_own = which >= num_groups
+        place = (block - tl.load(block_offsets_ptr + which)) * BLOCK
+        place += task % (BLOCK // PLACES) * PLACES
+        place_end = tl.where(is_own, own_rows, place_end)
+        place = tl.where(is_own, place, place + own_rows)
+        entry_lane = row // PLACES
+        place_lane = row % PLACES
+        lane_shift = place_lane
+        shift = place.to(tl.int32)
+        if not FROM_OLDEST:
+            lane_shift = -place_lane
+            shift = -shift
+        step = pid * 0 + ROWS // PLACES
+        first_entry = which % num_groups * GROUP
+        partial = (pid - task).to(tl.int64) * MERGED + task * PLACES
+        user = first_entry + tl.arange(0, GROUP)
+        history = tl.load(history_ptr + user, mask=user < num_users, other=0)
+        # longest first: those that reach the place come before those that do not
+        num_entries = axis_sum(((history > place) & is_written).to(tl.int32), 0)
         token_ptr = anchor_ptr
         count_ptr = history_ptr
     elif slot >= 0:
         place = (slot // user_chunks).to(tl.int64)
-        shift = place
+        shift = place.to(tl.int32)
         first_entry = (slot % user_chunks) * PIECE
-        num_entries = num_users
+        num_entries = tl.minimum(PIECE, num_users - first_entry)
         token_ptr = starts_ptr
         count_ptr = contextuals_ptr
-    num_rows = tl.minimum(num_rows, num_entries - first_entry)
-    row = tl.arange(0, ROWS)
     acc = tl.full([ROWS, COLS], 0.0, tl.float32)
-    for first in range(0, num_rows, ROWS):
-        entry = first_entry + first + row
-        is_entry = entry < num_entries
-        count = tl.load(count_ptr + entry, mask=is_entry, other=-1)
-        is_token = is_entry & (count > place)
-        token = tl.load(token_ptr + entry, mask=is_entry, other=0) + shift
+    for begin in tl.range(0, num_entries, step, num_stages=STAGES):
+        lane = begin + entry_lane
+        is_entry = lane < num_entries
+        count = tl.load(count_ptr + first_entry + lane, mask=is_entry, other=-1)
+        at = place + place_lane
+        is_token = is_entry & (count > at) & (at < place_end)
+        token = tl.load(token_ptr + first_entry + lane, mask=is_entry, other=0).to(tl.int32)
         acc += _move(
             grad_ptr,
             source_ptr,
             moved_ptr,
             seed_ptr,
             grad_stride,
-            token,
+            token + shift + lane_shift,
             is_token,
             D,
             ROWS,
@@ -256,26 +276,20 @@ def pieces_kernel(
             DROP_BELOW,
             SCALE,
         )
-    col = tl.arange(0, COLS)
-    total = axis_sum(acc, 0)
-    is_partial = num_rows > 0
-    if ONE_GROUP:
-        is_whole = is_partial & is_history & (place < history_rows - SHARED_ROWS)
-        target = table_ptr + (max_contextuals + 1 + place) * D + col
-        tl.store(target, total.to(table_ptr.dtype.element_ty), mask=is_whole & (col < D))
-        is_partial = is_partial & (is_whole == 0)
-    tl.store(partial_ptr + pid.to(tl.int64) * D + col, total, mask=is_partial & (col < D))
-
-
-@triton.jit
-def _add_partials(partial_ptr, first, step, count, col, D: tl.constexpr, ROWS, COLS: tl.constexpr):
-    """(ROWS, COLS) whose sum over rows is that of the partials first, first + step, ..."""
-    row = tl.arange(0, ROWS)[:, None]
-    acc = tl.full([ROWS, COLS], 0.0, tl.float32)
-    for begin in range(0, count, ROWS):
-        rows = partial_ptr + (first + (begin + row) * step) * D + col
-        acc += tl.load(rows, mask=(begin + row < count) & (col < D), other=0.0)
-    return acc
+    col = tl.arange(0, COLS)[None, :]
+    if is_own:
+        sums = axis_sum(tl.reshape(acc, [ROWS // PLACES, PLACES, COLS]), 0)
+        line = tl.arange(0, PLACES)[:, None]
+        mask = is_written & (place + line < own_rows) & (col < D)
+        if ONE_GROUP:
+            target = table_ptr + (max_contextuals + 1 + place + line) * D + col
+            tl.store(target, sums.to(table_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(partial_ptr + (partial + line) * D + col, sums, mask=mask)
+    else:
+        merged = axis_sum(tl.reshape(acc, [ROWS // MERGED, MERGED, COLS]), 0)
+        parity = tl.arange(0, MERGED)[:, None]
+        tl.store(partial_ptr + (partial + parity) * D + col, merged, mask=is_written & (col < D))
 
 
 @triton.jit(
@@ -284,62 +298,169 @@ def _add_partials(partial_ptr, first, step, count, col, D: tl.constexpr, ROWS, C
         "candidate_pieces",
         "user_chunks",
         "max_contextuals",
-        "history_rows",
+        "own_rows",
+        "num_long",
     ],
-    do_not_specialize_on_alignment=["piece_offsets_ptr"],
+    do_not_specialize_on_alignment=["block_offsets_ptr"],
 )
 def table_kernel(
     partial_ptr,
     table_ptr,
-    piece_offsets_ptr,
+    block_offsets_ptr,
     num_groups,
     candidate_pieces,
     user_chunks,
     max_contextuals,
-    history_rows,
+    own_rows,
+    num_long,
     SHARED_ROWS: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     D: tl.constexpr,
+    MERGED: tl.constexpr,
+    SHARED_STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONG_ROWS: tl.constexpr,
+    LONG_COLS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PLACES: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Add partial rows: of a long sum some columns, or of PLACES history rows of the table."""
+    pid = tl.program_id(0)
+    long_chunks = (D + LONG_COLS - 1) // LONG_COLS
+    first_history = (candidate_pieces + max_contextuals * user_chunks).to(tl.int64) * MERGED
+    if pid < num_long * long_chunks:
+        _add_long_sum(
+            partial_ptr,
+            table_ptr,
+            block_offsets_ptr,
+            pid // long_chunks,
+            pid % long_chunks,
+            first_history,
+            num_groups,
+            candidate_pieces,
+            user_chunks,
+            max_contextuals,
+            own_rows,
+            SHARED_ROWS,
+            D,
+            MERGED,
+            SHARED_STEP,
+            BLOCK,
+            LONG_ROWS,
+            LONG_COLS,
+        )
+    else:
+        task = pid - num_long * long_chunks
+        chunks = (D + COLS - 1) // COLS
+        _add_groups(
+            partial_ptr + first_history * D,
+            table_ptr + (max_contextuals + 1) * D,
+            block_offsets_ptr + num_groups,
+            (task // chunks).to(tl.int64) * PLACES,
+            task % chunks,
+            num_groups,
+            own_rows,
+            ONE_GROUP,
+            D,
+            BLOCK,
+            GROUPS,
+            PLACES,
+            COLS,
+        )
+
+
+@triton.jit
+def _add_long_sum(
+    partial_ptr,
+    table_ptr,
+    block_offsets_ptr,
+    index,
+    chunk,
+    first_history,
+    num_groups,
+    candidate_pieces,
+    user_chunks,
+    max_contextuals,
+    own_rows,
+    SHARED_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    MERGED: tl.constexpr,
+    SHARED_STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Add the partial rows of one row of the table, COLS of its columns."""
-    target = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    place = target - max_contextuals - 1
-    first_history = candidate_pieces.to(tl.int64) + max_contextuals * user_chunks
+    """Write COLS columns of a row of a contextual slot, of the candidates, or of shared places."""
+    target = index.to(tl.int64)
+    first = (candidate_pieces + target * user_chunks) * MERGED
+    count = (user_chunks * MERGED).to(tl.int64)
+    step = 1
+    if target == max_contextuals:
+        first = target * 0
+        count = (candidate_pieces * MERGED).to(tl.int64)
+    elif target > max_contextuals:
+        shared = target - max_contextuals - 1
+        first = first_history + shared
+        count = tl.load(block_offsets_ptr + num_groups) * (BLOCK // SHARED_STEP)
+        count = tl.where(shared < SHARED_ROWS, count, 0)
+        step = SHARED_STEP
+        target += own_rows
+    row = tl.arange(0, ROWS)[:, None]
+    col = chunk * COLS + tl.arange(0, COLS)
     acc = tl.full([ROWS, COLS], 0.0, tl.float32)
-    is_written = target < 0
-    if place < 0:
-        first = candidate_pieces + target * user_chunks
-        count = user_chunks
-        if place == -1:
-            first = target * 0
-            count = candidate_pieces
-        acc += _add_partials(partial_ptr, first, 1, count, col[None, :], D, ROWS, COLS)
+    for begin in range(0, count, ROWS):
+        rows = partial_ptr + (first + (begin + row) * step) * D + col[None, :]
+        acc += tl.load(rows, mask=(begin + row < count) & (col < D)[None, :], other=0.0)
+    total = axis_sum(acc, 0).to(table_ptr.dtype.element_ty)
+    tl.store(table_ptr + target * D + col, total, mask=col < D)
+
+
+@triton.jit
+def _add_groups(
+    partial_ptr,
+    table_ptr,
+    offsets_ptr,
+    first_place,
+    chunk,
+    num_groups,
+    own_rows,
+    ONE_GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PLACES: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Write COLS columns of the rows of PLACES history places: GROUPS groups at a time."""
+    place = first_place + tl.arange(0, PLACES)
+    col = chunk * COLS + tl.arange(0, COLS)[None, :]
+    mask = (place < own_rows)[:, None] & (col < D)
+    target = table_ptr + place[:, None] * D + col
+    if ONE_GROUP:
+        # sums of the blocks that there are were whole, and went to the table
+        num_whole = (tl.load(offsets_ptr + 1) - tl.load(offsets_ptr)) * BLOCK
+        zero = tl.full([PLACES, COLS], 0.0, table_ptr.dtype.element_ty)
+        tl.store(target, zero, mask=mask & (place >= num_whole)[:, None])
     else:
-        if place >= history_rows - SHARED_ROWS:
-            if place < history_rows:
-                for group in range(num_groups):
-                    begin = tl.load(piece_offsets_ptr + group)
-                    end = tl.load(piece_offsets_ptr + group + 1)
-                    count = tl.maximum(end - begin - place + SHARED_ROWS - 1, 0) // SHARED_ROWS
-                    first = first_history + begin + place
-                    acc += _add_partials(
-                        partial_ptr, first, SHARED_ROWS, count, col[None, :], D, ROWS, COLS
-                    )
-        else:
-            row = tl.arange(0, ROWS)
-            if ONE_GROUP:
-                is_written = place < tl.load(piece_offsets_ptr + 1)
-            else:
-                for step in range(0, num_groups, ROWS):
-                    group = step + row
-                    begin = tl.load(piece_offsets_ptr + group, mask=group < num_groups, other=0)
-                    end = tl.load(piece_offsets_ptr + group + 1, mask=group < num_groups, other=0)
-                    has = (begin + place < end)[:, None] & (col < D)[None, :]
-                    rows = partial_ptr + (first_history + begin + place)[:, None] * D + col[None, :]
-                    acc += tl.load(rows, mask=has, other=0.0)
-    total = axis_sum(acc, 0)
-    is_stored = (col < D) & (is_written == 0)
-    tl.store(table_ptr + target * D + col, total.to(table_ptr.dtype.element_ty), mask=is_stored)
+        lane = tl.arange(0, 32)
+        reaching = tl.full([32], 0, tl.int32)
+        for first in range(0, num_groups, 32):
+            inside = first + lane < num_groups
+            begin = tl.load(offsets_ptr + first + lane, mask=inside, other=0)
+            end = tl.load(offsets_ptr + first + lane + 1, mask=inside, other=0)
+            reaching += ((end - begin) * BLOCK > first_place).to(tl.int32)
+        num_reaching = axis_sum(reaching, 0)  # the first ones: groups are sorted, too
+        row = tl.arange(0, GROUPS * PLACES)
+        at = first_place + row % PLACES
+        acc = tl.full([GROUPS * PLACES, COLS], 0.0, tl.float32)
+        for first in range(0, num_reaching, GROUPS):
+            group = first + row // PLACES
+            is_group = group < num_reaching
+            start = tl.load(offsets_ptr + group, mask=is_group, other=0)
+            stop = tl.load(offsets_ptr + group + 1, mask=is_group, other=0)
+            reaches = is_group & ((stop - start) * BLOCK > at) & (at < own_rows)
+            rows = partial_ptr + (start * BLOCK + at)[:, None] * D + col
+            acc += tl.load(rows, mask=reaches[:, None] & (col < D), other=0.0)
+        sums = axis_sum(tl.reshape(acc, [GROUPS, PLACES, COLS]), 0)
+        tl.store(target, sums.to(table_ptr.dtype.element_ty), mask=mask)

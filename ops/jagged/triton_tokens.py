@@ -6,15 +6,15 @@
 The backward has to sum the position rows of the tokens that it moves. Which tokens share a row is
 known from their place, so the work is cut by position row, not by token:
 
-    piece      up to 128 candidates | one contextual slot of 128 users | one history place of
-               the 32 users of a group (`HistoryGroups`: about equally long, longest first)
-    per piece  move the gradients of its tokens to their source rows; write the sum as one partial
-               row. With a single group a history piece is the whole sum of a row and goes straight
-               to the table
-    then       one program a table row adds its partial rows, in order
+    piece      up to 64 candidates | one contextual slot of 64 users | 1 to 8 neighbouring history
+               places of the 32 users of a group (`HistoryGroups`: about equally long)
+    per piece  move the gradients of its tokens to their source rows, a run of neighbours at a time;
+               write the sum of each place as one partial row, of places that share a table row one
+               for all. With a single group the sum of a place is whole and goes to the table
+    then       one program some table rows adds their partial rows, in order; of the few long sums
+               (candidates, contextual slots, shared places) one program some columns
 
-Every sum has a fixed order, so equal inputs give equal bits. A row that many places share (history
-beyond the table) has as many partial rows: cut by columns, too, it is still the longest sum.
+Every sum has a fixed order, so equal inputs give equal bits.
 
 Limits: float32, bfloat16 and float16; D up to 8192.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ops.dropout.triton_mask import draw_seed, drop_below
-from ops.jagged.layout import GROUP_USERS, HistoryGroups, TokenLayout
+from ops.jagged.layout import BLOCK_PLACES, GROUP_USERS, HistoryGroups, TokenLayout
 from ops.jagged.triton_rows import check_rows, tile_of
 from ops.jagged.triton_token_kernels import (
     forward_kernel,
@@ -36,11 +36,44 @@ from ops.jagged.triton_token_kernels import (
     pieces_kernel,
     table_kernel,
 )
+from ops.position import PositionRule
 
-_PIECE_ROWS = 128  # candidates of a piece, users of a contextual piece
-# columns of a table row and partial rows that a program adds at a time, where many places share it
-_SHARED_COLS = 64
-_SHARED_PARTS = 64
+_PIECE_ROWS = 64  # candidates of a piece, users of a contextual piece
+_LONG_TILE = (256, 16)  # partial rows and columns of a long sum that a program adds at a time
+_TABLE_TILE = 4096  # elements that a program of the other sums holds
+_TABLE_COLS = 256
+_TABLE_GROUPS = 8  # groups that it reads at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceTile:
+    """How a program of the backward walks over its piece."""
+
+    rows: int
+    """Tokens at a time: rows / places users."""
+    places: int
+    """Neighbouring history places of its piece, a divisor of rows and of BLOCK_PLACES."""
+    warps: int
+    stages: int
+    """Steps whose loads are under way at a time; 1 leaves that to the other programs."""
+
+
+def piece_tile(width: int, num_users: int) -> PieceTile:
+    """Return the tile for rows of this width and pieces of about 16,384 elements.
+
+    Tiles are small, for registers bound what is under way (addresses of each row, two copies of
+    each element). Swept on one H200 at widths 512 and 128; more stages did not pay.
+    """
+    cols = tile_of(width)[1]
+    rows = max(1, min(8, 2048 // cols))
+    users = min(GROUP_USERS, triton.next_power_of_2(max(1, num_users)))
+    places = max(1, 16384 // (users * cols))
+    return PieceTile(
+        rows=rows,
+        places=min(places, rows, BLOCK_PLACES),
+        warps=max(2, cols // 1024),
+        stages=1,
+    )
 
 
 def embed_tokens(
@@ -184,25 +217,26 @@ def _launch_pieces(layout: TokenLayout, call: _Backward, dtype: torch.dtype) -> 
     """Move all gradients and return that of the position table."""
     rule, groups = layout.positions, layout.history_groups
     assert rule is not None and groups is not None
-    width = call.grad_TD.shape[1]
-    device = call.grad_TD.device
+    width, device = call.grad_TD.shape[1], call.grad_TD.device
     table_grad = torch.empty(rule.num_positions, width, dtype=dtype, device=device)
+    if width == 0:
+        return table_grad
     num_users = layout.num_candidates_B.numel()
-    num_groups = triton.cdiv(num_users, GROUP_USERS)
-    candidate_pieces = triton.cdiv(layout.candidate_tokens_C.numel(), _PIECE_ROWS)
-    user_chunks = triton.cdiv(num_users, _PIECE_ROWS) if layout.num_contextual_rows else 0
-    contextual_pieces = rule.max_num_contextuals * user_chunks
-    num_pieces = candidate_pieces + contextual_pieces + groups.max_pieces
-    partials = torch.empty(num_pieces, width, dtype=torch.float32, device=device)
-    rows, cols, warps = tile_of(width)
-    shape = {
-        "max_contextuals": rule.max_num_contextuals,
-        "history_rows": rule.history_rows,
-        "D": width,
-        "SHARED_ROWS": rule.shared_rows,
-        "ONE_GROUP": num_groups == 1,
-    }
-    if num_pieces and width:
+    tile = piece_tile(width, num_users)
+    pieces = _Pieces(
+        candidates=triton.cdiv(layout.candidate_tokens_C.numel(), _PIECE_ROWS),
+        user_chunks=triton.cdiv(num_users, _PIECE_ROWS) if layout.num_contextual_rows else 0,
+        max_contextuals=rule.max_num_contextuals,
+        num_groups=triton.cdiv(num_users, GROUP_USERS),
+        own_rows=rule.history_rows - rule.shared_rows,
+        merged=min(tile.places, rule.shared_rows),
+    )
+    num_rows = pieces.num_special * pieces.merged
+    if pieces.num_groups > 1 or rule.max_seq_len > pieces.own_rows:
+        num_rows += groups.max_blocks * BLOCK_PLACES
+    partials = torch.empty(num_rows, width, dtype=torch.float32, device=device)
+    num_pieces = pieces.num_special + groups.max_blocks * (BLOCK_PLACES // tile.places)
+    if num_pieces:
         pieces_kernel[(num_pieces,)](
             call.grad_TD,
             layout.source_T,
@@ -210,63 +244,98 @@ def _launch_pieces(layout: TokenLayout, call: _Backward, dtype: torch.dtype) -> 
             call.seed,
             table_grad,
             partials,
-            *_group_arguments(layout, groups),
+            layout.seq_offsets_B1,
+            layout.num_contextuals_B.contiguous(),
+            layout.candidate_tokens_C,
+            groups.anchor_B,
+            groups.history_B,
+            groups.block_offsets,
             call.grad_TD.stride(0),
             num_users,
             layout.candidate_tokens_C.numel(),
-            num_groups,
-            candidate_pieces,
-            user_chunks,
+            *pieces.arguments(),
+            ONE_GROUP=pieces.num_groups == 1,
             FROM_OLDEST=rule.counting_from == "oldest",
-            ROWS=max(1, rows // 2),  # the sums take registers, too
-            COLS=cols,
+            D=width,
+            ROWS=tile.rows,
+            PLACES=tile.places,
+            MERGED=pieces.merged,
+            COLS=tile_of(width)[1],
             GROUP=GROUP_USERS,
+            BLOCK=BLOCK_PLACES,
             PIECE=_PIECE_ROWS,
             **_drop_arguments(call.dropout),
-            **shape,
-            num_warps=warps,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
         )
-    if width:
-        _launch_table(layout, partials, table_grad, candidate_pieces, user_chunks, shape)
+    _launch_table(groups, pieces, rule, tile, partials, table_grad)
     return table_grad
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Pieces:
+    """How many pieces of each kind there are."""
+
+    candidates: int
+    user_chunks: int
+    """Pieces of each contextual slot."""
+    max_contextuals: int
+    num_groups: int
+    own_rows: int
+    """History places with a table row of their own."""
+    merged: int
+    """Partial rows of a piece that has none for each place."""
+
+    @property
+    def num_special(self) -> int:
+        """Return the pieces that are not history."""
+        return self.candidates + self.max_contextuals * self.user_chunks
+
+    def arguments(self) -> tuple[int, ...]:
+        """Return what both kernels take, in their order."""
+        return (
+            self.num_groups,
+            self.candidates,
+            self.user_chunks,
+            self.max_contextuals,
+            self.own_rows,
+        )
+
+
 def _launch_table(
-    layout: TokenLayout,
+    groups: HistoryGroups,
+    pieces: _Pieces,
+    rule: PositionRule,
+    tile: PieceTile,
     partials: Tensor,
     table_grad: Tensor,
-    candidate_pieces: int,
-    user_chunks: int,
-    shape: dict[str, Any],
 ) -> None:
     """Add the partial rows of each row of the table."""
-    rule, groups = layout.positions, layout.history_groups
-    assert rule is not None and groups is not None
     num_positions, width = table_grad.shape
-    rows, cols, warps = tile_of(width)
-    if rule.max_seq_len - rule.max_num_contextuals > rule.history_rows:
-        # history may pass the table, whose last rows then have many parts each
-        rows, cols = _SHARED_PARTS, min(cols, _SHARED_COLS)
-    table_kernel[(num_positions, triton.cdiv(width, cols))](
+    num_long = num_positions - pieces.own_rows
+    cols = min(_TABLE_COLS, tile_of(width)[1])
+    at_once = min(_TABLE_GROUPS, triton.next_power_of_2(max(1, pieces.num_groups)))
+    # with one group there is nothing to add, only zeros to write where its history does not reach
+    tile_size = 4 * _TABLE_TILE if pieces.num_groups == 1 else _TABLE_TILE
+    places = max(1, min(64, tile_size // (cols * at_once)))
+    long_programs = num_long * triton.cdiv(width, _LONG_TILE[1])
+    programs = triton.cdiv(pieces.own_rows, places) * triton.cdiv(width, cols)
+    table_kernel[(long_programs + programs,)](
         partials,
         table_grad,
-        groups.piece_offsets,
-        groups.piece_offsets.numel() - 1,
-        candidate_pieces,
-        user_chunks,
-        ROWS=rows,
+        groups.block_offsets,
+        *pieces.arguments(),
+        num_long,
+        SHARED_ROWS=rule.shared_rows,
+        ONE_GROUP=pieces.num_groups == 1,
+        D=width,
+        MERGED=pieces.merged,
+        SHARED_STEP=max(tile.places, rule.shared_rows),
+        BLOCK=BLOCK_PLACES,
+        LONG_ROWS=_LONG_TILE[0],
+        LONG_COLS=_LONG_TILE[1],
+        GROUPS=at_once,
+        PLACES=places,
         COLS=cols,
-        **shape,
-        num_warps=warps,
-    )
-
-
-def _group_arguments(layout: TokenLayout, groups: HistoryGroups) -> tuple[Tensor, ...]:
-    return (
-        layout.seq_offsets_B1,
-        layout.num_contextuals_B.contiguous(),
-        layout.candidate_tokens_C,
-        groups.anchor_B,
-        groups.history_B,
-        groups.piece_offsets,
+        num_warps=4,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ops.jagged import TokenLayout, build_token_layout, embed_tokens, take_rows
 from ops.position import PositionRule
-from tests.ops.jagged_kernels import DEVICE, INTERPRETED, triton_rows
+from tests.ops.jagged_kernels import DEVICE, INTERPRETED, triton_rows, triton_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +147,28 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 WIDTHS = [10, 96, 128]
+
+
+@pytest.mark.parametrize(
+    ("rows", "places", "warps", "stages"),
+    [(1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 2), (4, 1, 2, 3), (8, 8, 4, 1), (32, 8, 4, 2)],
+)
+@pytest.mark.parametrize("name", ["groups", "groups_shared", "oldest_shared_last_event"])
+def test_every_tile_of_the_backward(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int, places: int, warps: int, stages: int
+) -> None:
+    """Widths, and few users, choose the tile; sums of places that share a row hang on it."""
+    tile = triton_tokens.PieceTile(rows=rows, places=places, warps=warps, stages=stages)
+    monkeypatch.setattr(triton_tokens, "piece_tile", lambda width, num_users: tile)
+    test_tokens_and_gradients_of_float32_rows(name)
+
+
+@pytest.mark.parametrize("width", [1, 16, 128, 512, 1024, 4096, 8192])
+def test_tiles_fit_their_pieces(width: int) -> None:
+    for num_users in (0, 1, 4, 32, 1000):
+        tile = triton_tokens.piece_tile(width, num_users)
+        assert tile.rows % tile.places == 0
+        assert triton_tokens.BLOCK_PLACES % tile.places == 0
 
 
 @pytest.mark.parametrize("name", CASES)
