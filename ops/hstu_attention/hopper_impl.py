@@ -18,8 +18,7 @@ _BLOCK_ROWS = 2 * _GROUP_ROWS
 _WIDE = 256
 # head dim: keys of a tile, stages of k and v, places of q
 _FORWARD_TILES = {64: (128, 3, 2), 128: (128, 2, 2), _WIDE: (64, 2, 1)}
-# head dim: stages of the tiles that go by
-_BACKWARD_STAGES = {64: 4, 128: 3}
+_BACKWARD_STAGES = 4  # of the tiles that go by
 
 Structure = Callable[[int], dict[str, Any]]
 """The arguments that describe the batch, with a schedule of blocks of so many rows."""
@@ -103,9 +102,8 @@ def launch_backward(
         hopper_keys_wide.keys_kernel[grid](*descriptors, dk, dv, STAGES=2, **half_blocks)
         hopper_rows_wide.rows_kernel[grid](*descriptors, dq, **arguments)
         return
-    stages = _BACKWARD_STAGES[width]
-    hopper_keys.keys_kernel[grid](*descriptors, dk, dv, STAGES=stages, **arguments)
-    hopper_rows.rows_kernel[grid](*descriptors, dq, STAGES=stages, **arguments)
+    hopper_keys.keys_kernel[grid](*descriptors, dk, dv, STAGES=_BACKWARD_STAGES, **arguments)
+    hopper_rows.rows_kernel[grid](*descriptors, dq, STAGES=_BACKWARD_STAGES, **arguments)
 
 
 def _can_be_walked(x_THA: Tensor) -> bool:
