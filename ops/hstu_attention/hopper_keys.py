@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ops.hstu_attention.hopper_kernels import (
-    HIDDEN,
     draw_block,
     first_row,
     hear,
+    hide,
     new_board,
     put_back,
     seen_by_columns,
@@ -158,8 +158,8 @@ def _consumer(
             row = row0 + row_in_tile
             col = key0 + col_in_block
             seen = seen_by_columns(row, col, n, c, m, group_size, window, RULE)
-            h = gl.where(seen, h, HIDDEN)
-        p, slope = weights_and_slopes(h, dtype)
+            h = hide(h, seen)
+        p, slope = weights_and_slopes(h)
         ds = gl.convert_layout(times_slopes(dp, slope), p_layout)
         p = gl.convert_layout(p, p_layout)
         wait_for_tile(full, count + 1, tiles > 1, STAGES)
@@ -189,9 +189,9 @@ def _consumer(
                 row = row0 + row_in_tile
                 col = key0 + col_in_block
                 seen = seen_by_columns(row, col, n, c, m, group_size, window, RULE)
-                h = gl.where(seen, h, HIDDEN)
-            p, slope = weights_and_slopes(h, dtype)
-            wait_for_tile(full, count + 2, tile + tiles > 1, STAGES)
+                h = hide(h, seen)
+            p, slope = weights_and_slopes(h)
+            wait_for_tile(full, count + 2, tile + 1 < tiles, STAGES)
             dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
             ds = gl.convert_layout(times_slopes(dp, slope), p_layout)
             p = gl.convert_layout(p, p_layout)

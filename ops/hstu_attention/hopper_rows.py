@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ops.hstu_attention.hopper_kernels import (
-    HIDDEN,
     draw_block,
     first_key,
     hear,
+    hide,
     new_board,
     put_back,
     seen_by_rows,
@@ -154,8 +154,8 @@ def _consumer(
         if num_masked > 0:
             col = key0 + col_in_tile
             seen = seen_by_rows(row, col, end, c, m, group_size, window, RULE)
-            h = gl.where(seen, h, HIDDEN)
-        slope = slopes(h, dtype)
+            h = hide(h, seen)
+        slope = slopes(h)
         ds = gl.convert_layout(times_slopes(dp, slope), p_layout)
         wait_for_tile(full, count + 1, tiles > 1, STAGES)
         for tile in range(1, tiles):
@@ -180,9 +180,9 @@ def _consumer(
             if tile < num_masked:
                 col = key0 + col_in_tile
                 seen = seen_by_rows(row, col, end, c, m, group_size, window, RULE)
-                h = gl.where(seen, h, HIDDEN)
-            slope = slopes(h, dtype)
-            wait_for_tile(full, count + 2, tile + tiles > 1, STAGES)
+                h = hide(h, seen)
+            slope = slopes(h)
+            wait_for_tile(full, count + 2, tile + 1 < tiles, STAGES)
             dq, dp, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dq, dp, ds))
             mbarrier.arrive(free.index(count % STAGES), count=1)
             ds = gl.convert_layout(times_slopes(dp, slope), p_layout)
