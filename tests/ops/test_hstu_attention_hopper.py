@@ -72,9 +72,9 @@ def test_every_mask_with_poison_behind_the_last_user(name: str, width: int) -> N
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_missing_counts(width: int) -> None:
+def test_fp16_and_missing_counts(width: int) -> None:
     leaves, arguments, dims = make_inputs(
-        SEVERAL_BLOCKS, dtype=torch.bfloat16, attention_dim=width, linear_dim=width
+        SEVERAL_BLOCKS, dtype=torch.float16, attention_dim=width, linear_dim=width
     )
     arguments["num_contextuals"] = arguments["num_candidates"] = None
     exact = oracle(leaves, arguments, dims)
