@@ -3,17 +3,19 @@
 Rows are read once at the speed of a copy; sums are FP32 and bit-equal from run to run.
 """
 
-# ruff: noqa: ANN001, ANN201  a kernel's arguments are device values without a Python type
+# ruff: noqa: ANN001  a kernel's arguments are device values without a Python type
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.norm.triton_launch import launch
 from ops.norm.triton_rows import INTERPRETED, check_rows, column_sums, num_processors
 
-_PROGRAMS = 8  # a multiprocessor
+_PROGRAMS = 4  # a multiprocessor
 _TILE_BYTES = 4096
+_STAGES = 4
 _PARTIAL_TILE = (256, 16)
 
 
@@ -36,16 +38,20 @@ def sum_rows(x_TD: Tensor, *, dtype: torch.dtype) -> Tensor:
     blocks, num_tiles = triton.cdiv(width, columns), triton.cdiv(num_rows, rows)
     chunks = max(1, min(num_tiles, _PROGRAMS * num_processors(x_TD.device) // blocks))
     partial = torch.empty((chunks, width), dtype=torch.float32, device=x_TD.device)
-    _rows_kernel[(chunks * blocks,)](
-        x_TD,
-        partial,
-        num_rows,
-        num_tiles,
-        chunks,
-        D=width,
-        ROWS=rows,
-        COLS=columns,
-        STAGES=1 if INTERPRETED else 4,
+    launch(
+        _rows_kernel,
+        (chunks * blocks,),
+        {
+            "x_ptr": x_TD,
+            "partial_ptr": partial,
+            "num_rows": num_rows,
+            "num_tiles": num_tiles,
+            "num_chunks": chunks,
+            "D": width,
+            "ROWS": rows,
+            "COLS": columns,
+            "STAGES": 1 if INTERPRETED else _STAGES,
+        },
         num_warps=4,
     )
     return sum_partials(partial, dtype=dtype)
@@ -56,8 +62,18 @@ def sum_partials(partial_PD: Tensor, *, dtype: torch.dtype) -> Tensor:
     programs, width = partial_PD.shape
     out = torch.empty(width, dtype=dtype, device=partial_PD.device)
     rows, columns = _PARTIAL_TILE
-    _partials_kernel[(triton.cdiv(width, columns),)](
-        partial_PD, out, programs, width, ROWS=rows, COLS=columns, num_warps=8
+    launch(
+        _partials_kernel,
+        (triton.cdiv(width, columns),),
+        {
+            "partial_ptr": partial_PD,
+            "out_ptr": out,
+            "programs": programs,
+            "width": width,
+            "ROWS": rows,
+            "COLS": columns,
+        },
+        num_warps=8,
     )
     return out
 
@@ -90,9 +106,7 @@ def _rows_kernel(
 
 
 @triton.jit(do_not_specialize=["programs"])
-def _partials_kernel(
-    partial_ptr, out_ptr, programs, width, ROWS: tl.constexpr, COLS: tl.constexpr
-):
+def _partials_kernel(partial_ptr, out_ptr, programs, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     sums = tl.full([ROWS, COLS], 0.0, tl.float32)
     for start in range(0, programs, ROWS):

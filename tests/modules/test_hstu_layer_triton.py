@@ -184,7 +184,13 @@ def test_no_token_and_one(recompute: bool) -> None:
         plain = run(make_stack(elementwise_backend="pytorch"), values, **shape)
         actual = run(make_stack(**changes).train(), values, **shape)
         for name, value in plain.items():
-            torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                actual[name],
+                value,
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda text, at=f"{name}, {num_tokens} tokens": f"{at}: {text}",
+            )
 
 
 def test_values_that_need_no_gradient() -> None:
