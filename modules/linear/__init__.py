@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from modules.linear.fused import GatedNormLinearFunction, NormLinearFunction
+from modules.linear.fused import NormLinearFunction, ResidualLinearFunction
 from ops.gated_norm import gated_norm
 from ops.norm import is_triton, layer_norm
 
@@ -106,6 +106,7 @@ class GatedNormLinear(nn.Module):
         self.norm = nn.LayerNorm(in_features, eps=eps)
         self.proj = nn.Linear(in_features, hidden_size)
         self.dropout = dropout
+        self.backend = backend
         self.uses_triton = is_triton(backend)
         self.reset_parameters()
 
@@ -122,32 +123,20 @@ class GatedNormLinear(nn.Module):
 
         u_bias_HV: u is a pre-activation (`ops.gated_norm`).
         """
-        norm, proj = self.norm, self.proj
-        dropout = self.dropout if self.training else 0.0
-        if self.uses_triton:
-            return GatedNormLinearFunction.apply(
-                attn_THV,
-                u_THV,
-                u_bias_HV,
-                norm.weight,
-                norm.bias,
-                proj.weight,
-                proj.bias,
-                x_TD,
-                norm.eps,
-                dropout,
-            )
         gated = gated_norm(
             attn_THV,
             u_THV,
-            weight=norm.weight,
-            bias=norm.bias,
-            eps=norm.eps,
+            weight=self.norm.weight,
+            bias=self.norm.bias,
+            eps=self.norm.eps,
             u_bias_HV=u_bias_HV,
-            dropout=dropout,
+            dropout=self.dropout,
             training=self.training,
+            backend=self.backend,
         )
-        return x_TD + _linear(gated, proj)
+        if self.uses_triton:
+            return ResidualLinearFunction.apply(gated, self.proj.weight, self.proj.bias, x_TD)
+        return x_TD + _linear(gated, self.proj)
 
 
 def _linear(x: Tensor, linear: nn.Linear) -> Tensor:
