@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--gin-binding", action="append", default=[])
     parser.add_argument("--task", choices=("ranking", "retrieval"), default="ranking")
     parser.add_argument("--steps", type=int, default=50, help="timed, and before that warm-up")
-    parser.add_argument("--traced", type=int, default=10)
+    parser.add_argument("--traced", type=int, default=10, choices=range(1, 1001), metavar="1..1000")
     parser.add_argument("--keep-trace", type=Path, help="copy the trace here")
     arguments = parser.parse_args()
     experiment = load_experiment(

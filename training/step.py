@@ -93,8 +93,9 @@ class TrainStep:
         """One step on this rank's batch; every rank calls it, with an empty batch if need be.
 
         Args:
-            meanwhile: work of the host that the device need not wait for, such as collating the
-                next batch; called once all of phase 1 is queued, right before the wait.
+            meanwhile: work of the host that this step need not wait for, such as collating the next
+                batch and, with several processes, agreeing on its exchange; called once all of
+                phase 1 is queued, right before the wait.
 
         Raises:
             NonFiniteError: on every rank, naming the step, the ranks and the first bad tensor.
@@ -246,10 +247,11 @@ class TrainStep:
 
 
 def finite_flag_wait(rows_of_ranks: Tensor) -> list[list[float]]:
-    """The figures on the host: the one place where a training step waits for its device.
+    """The figures on the host: the one place where the step of a single process waits.
 
     Nothing else on the step path may read a tensor of the device, copy to it from memory that is
     not page-locked, or wait for a stream: benchmarks/training_step.py counts that from a trace.
+    With several processes, TorchRec also reads how many ids it exchanges.
     """
     with record_function(WAIT_NAME):
         return rows_of_ranks.tolist()

@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "pytorch", "triton", "cutlass")
 _WAY_OUT = 'set NetworkArgs.kernel_backend = "auto" to run the best one that can'
+_TRITON_SHARED_BYTES = 227 << 10
 _TRITON_MAX_DIM = 256
 _TRITON_MAX_ROWS = 2**31 - 1
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,6 +97,13 @@ def _refuse(name: str, device_type: str | None, shape: CallShape | None) -> str 
 def _refuse_triton(device_type: str, shape: CallShape | None) -> str | None:
     if find_spec("triton") is None:
         return "the package triton is not installed (pip install triton, as torch for CUDA does)"
+    if device_type == "cuda" and torch.cuda.is_available():
+        shared = torch.cuda.get_device_properties().shared_memory_per_block_optin
+        if shared < _TRITON_SHARED_BYTES:
+            return (
+                f"the tiles of our Triton kernels need {_TRITON_SHARED_BYTES >> 10} KiB of shared "
+                f"memory (H100, H200, B200), {torch.cuda.get_device_name()} has {shared >> 10}"
+            )
     if device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         return None if shape is None else refuse_unsupported(shape)
     return (

@@ -5,6 +5,7 @@ same file runs them compiled.
 """
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -424,3 +425,15 @@ def test_without_triton_the_refusal_names_it(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(NotImplementedError, match="package triton is not installed"):
         choose_backend("triton", device_type="cuda")
     assert choose_backend("auto", device_type="cuda") == "pytorch"
+
+
+def test_a_gpu_with_little_shared_memory_runs_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=99 << 10)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    assert choose_backend("auto", device_type="cuda") == "pytorch"
+    with pytest.raises(NotImplementedError, match="need 227 KiB of shared memory.*L4 has 99"):
+        choose_backend("triton", device_type="cuda")
+    properties.shared_memory_per_block_optin = 227 << 10
+    assert choose_backend("triton", device_type="cuda") == "triton"

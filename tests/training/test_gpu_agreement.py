@@ -43,13 +43,14 @@ def both() -> Iterator[tuple[Curves, Curves]]:
     resumed = [f"{task}:float32:triton:{FP32_STEPS}:resumed" for task in TASKS]
     gpu = curves([*(run.format(kernels) for run in runs for kernels in KERNELS), *resumed])
     outputs = []
-    for process in (cpu, gpu):
-        try:
+    try:
+        for process in (cpu, gpu):
             output, _ = process.communicate(timeout=280)
-        finally:
-            process.kill()
-        assert process.returncode == 0, f"{process.args} ended with {process.returncode}"
-        outputs.append(json.loads(output.splitlines()[-1]))
+            assert process.returncode == 0, f"{process.args} ended with {process.returncode}"
+            outputs.append(json.loads(output.splitlines()[-1]))
+    finally:
+        cpu.kill()
+        gpu.kill()
     yield outputs[0], outputs[1]
 
 

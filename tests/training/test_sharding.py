@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingDist
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 
 from data.loader import build_datasets
 from model.build import build_model
@@ -141,7 +143,7 @@ def test_a_single_process_exchanges_nothing_and_gets_the_same_bits(
         return trainer.fit(), weights(trainer.model)
 
     def refused(*arguments: object, **options: object) -> None:
-        raise AssertionError("ids or rows went through a collective")
+        raise AssertionError("ids or rows went through TorchRec's exchange")
 
     with monkeypatch.context() as patch:
         patch.setattr(sharding, "_OneRankSharder", EmbeddingCollectionSharder)
@@ -149,6 +151,8 @@ def test_a_single_process_exchanges_nothing_and_gets_the_same_bits(
     with monkeypatch.context() as patch:
         for name in ("all_to_all_single", "all_to_all"):
             patch.setattr(dist, name, refused)
+        for exchange in (RwSparseFeaturesDist, RwSequenceEmbeddingDist):
+            patch.setattr(exchange, "forward", refused)
         figures, found = run("alone")
     assert figures == expected
     assert found.keys() == expected_weights.keys()
