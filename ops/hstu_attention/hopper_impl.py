@@ -28,12 +28,11 @@ Structure = Callable[[int], dict[str, Any]]
 def can_run(q: Tensor, k: Tensor, *, v: Tensor, rule: Rule) -> bool:
     """Whether the kernels take such a call.
 
-    16 bits, one head dim of 64, 128 or 256, no bias, strides that TMA can walk, on Hopper.
+    BF16, one head dim of 64, 128 or 256, no bias, strides that TMA can walk, on Hopper.
     """
     has_bias = rule.has_position_bias or rule.has_time_bias
-    is_16_bit = q.dtype in (torch.bfloat16, torch.float16)
     fits = v.shape == q.shape and q.shape[2] in _FORWARD_TILES
-    if has_bias or not is_16_bit or not fits or not _is_hopper(q.device):
+    if has_bias or q.dtype != torch.bfloat16 or not fits or not _is_hopper(q.device):
         return False
     return all(_can_be_walked(x) for x in (q, k, v))
 
@@ -51,9 +50,9 @@ def launch_forward(
         _descriptor(v, keys),
         out,
         num_heads=q.shape[1],
-        q_head_stride=q.stride(1),
-        k_head_stride=k.stride(1),
-        v_head_stride=v.stride(1),
+        q_head_stride=_head_stride(q),
+        k_head_stride=_head_stride(k),
+        v_head_stride=_head_stride(v),
         out_stride=out.stride(0),
         out_head_stride=out.stride(1),
         A=width,
@@ -82,13 +81,15 @@ def launch_backward(
         outputs: dQ, dK, dV, contiguous (T, H, A).
     """
     *qkv, grad_out = inputs
-    inputs = (*qkv, grad_out if _can_be_walked(grad_out) else grad_out.contiguous())
+    if not _can_be_walked(grad_out):
+        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+    inputs = (*qkv, grad_out)
     width = qkv[0].shape[2]
     batch = structure(_BLOCK_ROWS)
     names = ("q_head_stride", "k_head_stride", "v_head_stride", "do_head_stride")
     arguments = {
         "num_heads": qkv[0].shape[1],
-        **{name: x.stride(1) for name, x in zip(names, inputs, strict=True)},
+        **{name: _head_stride(x) for name, x in zip(names, inputs, strict=True)},
         "A": width,
         "SCALE_IS_POINTER": isinstance(batch["scaling_seqlen"], Tensor),
         "RULE": rule,
@@ -111,16 +112,21 @@ def launch_backward(
 def _can_be_walked(x_THA: Tensor) -> bool:
     """Whether TMA can walk the tensor as (T, columns of all heads)."""
     num_heads, width = x_THA.shape[1:]
-    row_stride, head_stride, _ = x_THA.stride()
+    row_stride, head_stride = x_THA.stride(0), _head_stride(x_THA)
     columns = (num_heads - 1) * head_stride + width
     aligned = x_THA.data_ptr() % 16 == 0 and row_stride % 8 == 0 and head_stride % 8 == 0
     return aligned and row_stride >= columns
 
 
+def _head_stride(x_THA: Tensor) -> int:
+    """The distance of two heads; a single head has none, whatever the tensor says."""
+    return x_THA.stride(1) if x_THA.shape[1] > 1 else 0
+
+
 def _descriptor(x_THA: Tensor, block_rows: int) -> TensorDescriptor:
     num_rows, num_heads, width = x_THA.shape
-    row_stride, head_stride, _ = x_THA.stride()
-    columns = (num_heads - 1) * head_stride + width
+    row_stride = x_THA.stride(0)
+    columns = (num_heads - 1) * _head_stride(x_THA) + width
     layout = _shared_layout(block_rows, width, x_THA.dtype)
     return TensorDescriptor(
         x_THA, [num_rows, columns], [row_stride, 1], [block_rows, width], layout

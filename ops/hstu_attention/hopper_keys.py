@@ -289,10 +289,7 @@ def keys_kernel(
     SCALE_IS_POINTER: gl.constexpr,
     RULE: gl.constexpr,
 ):
-    """dK and dV (T, H, A), contiguous, of all blocks of 128 keys; zeros past the last offset.
-
-    STAGES: three or more.
-    """
+    """dK and dV (T, H, A), contiguous, of all blocks of 128 keys; zeros past the last offset."""
     end = gl.load(offsets_ptr + num_users).to(gl.int64)
     zero_tail(dk_ptr, num_heads * A, A, end, num_rows, num_heads, A)
     zero_tail(dv_ptr, num_heads * A, A, end, num_rows, num_heads, A)

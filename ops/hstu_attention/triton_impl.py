@@ -223,6 +223,8 @@ class _Call:
 
     def structure(self, block: int) -> dict[str, Any]:
         """Arguments that all kernels share: the batch's structure and the mask's numbers."""
+        # beyond any sequence they mean no more, and the kernels add 32-bit numbers to them
+        longest = max(1, min(self.spec.max_seq_len, self.num_rows))
         return {
             "offsets_ptr": self.seq_offsets,
             "contextuals_ptr": self.contextuals,
@@ -232,8 +234,8 @@ class _Call:
             "alpha": self.attention_dim**-0.5,
             "num_rows": self.num_rows,
             "num_users": self.seq_offsets.numel() - 1,
-            "group_size": self.spec.target_group_size,
-            "window": self.spec.attention_window or 0,
+            "group_size": min(self.spec.target_group_size, longest),
+            "window": min(self.spec.attention_window or 0, longest),
         }
 
     def batch_arguments(self, block: int) -> dict[str, Any]:

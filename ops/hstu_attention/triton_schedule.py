@@ -71,7 +71,9 @@ def build_schedule(
     table = torch.empty(HEADER.value + 2 * max_blocks, dtype=torch.int32, device=seq_offsets.device)
     chunk_rows = max(_L2_BYTES // bytes_per_row, block)
     users_per_step = min(1024, max(16, triton.next_power_of_2(num_users)))
-    grid = (-(-max_seq_len // block), num_rows // chunk_rows + 1)
+    # never empty: no program, no table and no assertion
+    num_levels = max(1, -(-min(max_seq_len, num_rows) // block))
+    grid = (num_levels, num_rows // chunk_rows + 1)
     _schedule_kernel[grid](
         seq_offsets,
         contextuals,

@@ -76,9 +76,9 @@ def test_every_mask_with_poison_behind_the_last_user(name: str, width: int) -> N
     assert_as_exact_as_pytorch(actual, run(leaves, arguments, dims, "pytorch"), exact)
 
 
-def test_fp16_and_missing_counts() -> None:
+def test_missing_counts() -> None:
     leaves, arguments, dims = make_inputs(
-        SEVERAL_BLOCKS, dtype=torch.float16, attention_dim=64, linear_dim=64
+        SEVERAL_BLOCKS, dtype=torch.bfloat16, attention_dim=64, linear_dim=64
     )
     arguments["num_contextuals"] = arguments["num_candidates"] = None
     exact = oracle(leaves, arguments, dims)

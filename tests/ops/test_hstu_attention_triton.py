@@ -428,12 +428,29 @@ def test_without_triton_the_refusal_names_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_gpu_with_little_shared_memory_runs_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(shared_memory_per_block_optin=99 << 10)
+    properties = SimpleNamespace(shared_memory_per_block_optin=99 << 10, major=8, minor=9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
     assert choose_backend("auto", device_type="cuda") == "pytorch"
     with pytest.raises(NotImplementedError, match="need 227 KiB of shared memory.*L4 has 99"):
         choose_backend("triton", device_type="cuda")
     properties.shared_memory_per_block_optin = 227 << 10
     assert choose_backend("triton", device_type="cuda") == "triton"
+
+
+@pytest.mark.parametrize("huge", [2**31 - 1, 2**40])
+def test_a_window_or_group_beyond_any_sequence_is_none(huge: int) -> None:
+    """The kernels add 32-bit numbers to it."""
+    case = Case((40, 0, 35), (2, 0, 2), (5, 0, 7), {"target_group_size": 40})
+    leaves, arguments, dims = make_inputs(case)
+    expected = run(leaves, arguments, dims, "triton")
+    arguments |= {"target_group_size": huge, "attention_window": huge}
+    for name, value in run(leaves, arguments, dims, "triton").items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_batch_without_tokens_may_say_so() -> None:
+    case = Case((0, 0), (0, 0), (0, 0), {"max_seq_len": 0})
+    inputs = make_inputs(case, extra_rows=5)
+    assert all(not value.any() for value in run(*inputs, "triton").values())
