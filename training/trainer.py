@@ -236,8 +236,13 @@ class Trainer:
             profiler = stack.enter_context(
                 StepProfiler(trainer, folder, world=self.world, first_step=self.first_step)
             )
-            for segment in self._segments():
+            for last_step, segment in self._segments():
                 self._run_segment(segment, pipeline, telemetry, profiler)
+                if step.num_steps != last_step:
+                    raise RuntimeError(
+                        f"the data ended after step {step.num_steps}, where batches up to step "
+                        f"{last_step} were due; a data set must not raise StopIteration"
+                    )
                 pipeline.detach()
                 self._after_segment(step.num_steps, telemetry)
             return self._finish(step.num_steps, telemetry)
@@ -262,8 +267,8 @@ class Trainer:
             if result.step % self.experiment.trainer.log_interval == 0 or is_last:
                 telemetry.log_training()
 
-    def _segments(self) -> Iterator[Iterator[SequenceBatch]]:
-        """Batches up to the next evaluation, checkpoint or epoch end, again and again.
+    def _segments(self) -> Iterator[tuple[int, Iterator[SequenceBatch]]]:
+        """Last step and batches up to the next evaluation, checkpoint or epoch end, repeatedly.
 
         The pipeline drains between segments: what was fetched was trained on.
         """
@@ -279,7 +284,7 @@ class Trainer:
                 *(interval - done % interval for interval in self._intervals()),
             )
             done += size
-            yield itertools.islice(loader.epoch(epoch, first_batch), size)
+            yield done, itertools.islice(loader.epoch(epoch, first_batch), size)
 
     def _intervals(self) -> list[int]:
         trainer = self.experiment.trainer

@@ -323,3 +323,18 @@ def test_profiled_steps_leave_a_trace(tmp_path: Path, world: World, start: int, 
     names = [event["name"] for event in trace["traceEvents"]]
     num_steps = min(end, 5) - start
     assert sum(name.startswith("Optimizer.step#Adam") for name in names) == num_steps
+
+
+def test_data_that_ends_early_is_an_error_not_a_shorter_run(tmp_path: Path, world: World) -> None:
+    trainer = Trainer(
+        synthetic_experiment(str(tmp_path / "run"), trainer={"max_train_iters": 4}), world=world
+    )
+    dataset = trainer.loaders["train"].dataset
+    batches = iter([dataset.batch] * 2)
+
+    def two_batches(*arguments: Any, **options: Any) -> Any:
+        return next(batches)(*arguments, **options)
+
+    dataset.batch = two_batches
+    with pytest.raises(RuntimeError, match="ended after step 2, where batches up to step 4"):
+        trainer.fit()
