@@ -183,7 +183,7 @@ NO_BACKEND = {
     "a dtype": (CUTLASS | {"dtype_str": "float32"}, {}, "bfloat16 or float16.*got torch.float32"),
     "a head dim": (CUTLASS | {"kv_channels": 48}, {}, "one of 32, 64, 128, 256.*got 48"),
     "unequal head dims": (CUTLASS | {"linear_channels": 64}, {}, "must be equal.*32 and 64"),
-    "q past 32 bits": (CUTLASS, {"eval_batch_size": 2**21}, "x 2 x 32 = .*exceeds 2147483647"),
+    "too many users": (CUTLASS, {"eval_batch_size": 2**21}, "at most 65535 users.*got 2097152"),
     "a wide head": (TRITON | {"kv_channels": 512}, {}, "attention_dim must be 1 to 256.*got 512"),
     "rows past 32 bits": (TRITON, {"eval_batch_size": 2**28}, "268435456 users x 28 ="),
 }
