@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.ops.triton_cases import DEVICE, INTERPRETED
+from tests.support.interpreter_rounding import round_bfloat16
 
 __all__ = ["DEVICE", "INTERPRETED", "assert_as_exact_as_plain", "leaf", "results"]
 
@@ -28,28 +28,8 @@ def _import_kernels() -> None:
 
 
 _import_kernels()
-
-
-def _round_bfloat16() -> None:
-    """Let the interpreter round FP32 to bfloat16 as a GPU does; by itself it cuts off."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def rounding(data: Any, source: Any, target: Any, mode: Any) -> Any:
-        if source != tl.float32 or target != tl.bfloat16:
-            return convert(data, source, target, mode)
-        bits = np.ascontiguousarray(data).view(np.uint32)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return np.where(np.isnan(data), bits >> 16 | 0x40, rounded).astype(np.uint16)
-
-    interpreter._convert_float = rounding
-
-
 if INTERPRETED:
-    _round_bfloat16()
+    round_bfloat16()
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0):

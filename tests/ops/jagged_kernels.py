@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.interpreter_rounding import round_bfloat16
+
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,6 +35,7 @@ def _import_kernels() -> tuple[Any, Any, Any]:
             scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
         interpreter._patch_lang_tensor = patched
+        round_bfloat16()
     return triton_layout, triton_rows, triton_tokens
 
 
