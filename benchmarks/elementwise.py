@@ -149,6 +149,7 @@ def rounded(values: dict[str, Any]) -> dict[str, Any]:
 def timings(shape: Shape) -> Iterator[tuple[str, Callable[[], Any], int]]:
     """Yield name, call and passes over the rows in tensors of one width a token."""
     from ops.norm.triton_impl import norm_backward, norm_forward
+    from ops.norm.triton_sums import sum_rows
 
     ops = {name: leaves for name, (_, leaves) in ops_of(shape).items()}
     x, weight, bias = (tensor.detach() for tensor in ops["norm"].values())
@@ -164,7 +165,7 @@ def timings(shape: Shape) -> Iterator[tuple[str, Callable[[], Any], int]]:
         4,
     )
     yield "residual_add", lambda: residual.add_(x), 3
-    yield "bias_gradient", lambda: x.sum(0, dtype=torch.float32), 1
+    yield "bias_gradient", lambda: sum_rows(x, dtype=torch.float32), 1
     yield from _silu_timings(shape, ops["silu"])
     for dropout in (0.0, 0.2):
         yield from _gate_timings(shape, ops["gate"], dropout)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from modules.linear.fused import NormLinearFunction, ResidualLinearFunction
+from modules.linear.fused import GatedNormLinearFunction, NormLinearFunction
 from ops.gated_norm import gated_norm
 from ops.norm import is_triton, layer_norm
 
@@ -106,7 +106,6 @@ class GatedNormLinear(nn.Module):
         self.norm = nn.LayerNorm(in_features, eps=eps)
         self.proj = nn.Linear(in_features, hidden_size)
         self.dropout = dropout
-        self.backend = backend
         self.uses_triton = is_triton(backend)
         self.reset_parameters()
 
@@ -123,20 +122,32 @@ class GatedNormLinear(nn.Module):
 
         u_bias_HV: u is a pre-activation (`ops.gated_norm`).
         """
+        norm, proj = self.norm, self.proj
+        dropout = self.dropout if self.training else 0.0
+        if self.uses_triton:
+            return GatedNormLinearFunction.apply(
+                attn_THV,
+                u_THV,
+                u_bias_HV,
+                norm.weight,
+                norm.bias,
+                proj.weight,
+                proj.bias,
+                x_TD,
+                norm.eps,
+                dropout,
+            )
         gated = gated_norm(
             attn_THV,
             u_THV,
-            weight=self.norm.weight,
-            bias=self.norm.bias,
-            eps=self.norm.eps,
+            weight=norm.weight,
+            bias=norm.bias,
+            eps=norm.eps,
             u_bias_HV=u_bias_HV,
-            dropout=self.dropout,
+            dropout=dropout,
             training=self.training,
-            backend=self.backend,
         )
-        if self.uses_triton:
-            return ResidualLinearFunction.apply(gated, self.proj.weight, self.proj.bias, x_TD)
-        return x_TD + _linear(gated, self.proj)
+        return x_TD + _linear(gated, proj)
 
 
 def _linear(x: Tensor, linear: nn.Linear) -> Tensor:

@@ -18,6 +18,24 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
+def draw_key(device: torch.device) -> int:
+    """Return a key for `keep_mask` from torch's default generator of the device, on the host.
+
+    On a GPU no kernel runs: the generator's seed and offset make the key, and the offset moves on.
+    Always in [2**62, 2**63), so that a kernel's argument has one type.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured, where the offset is not the host's.
+    """
+    if device.type != "cuda":
+        return int(torch.randint(2**62, 2**63 - 1, (1,)))
+    generator = torch.cuda.default_generators[device.index]
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)  # CUDA generators count in fours
+    # a Weyl sequence per seed: distinct keys are all that Philox needs
+    return (generator.initial_seed() + 0x9E3779B97F4A7C15 * (offset + 1)) % 2**62 + 2**62
+
+
 def drop_below(probability: float) -> int:
     """Return the 32-bit draw from which on an entry is kept, a multiple of 2**16.
 

@@ -23,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ops.hstu_attention.hopper_kernels import (
-    HIDDEN,
     draw_block,
     first_key,
     hear,
+    hide,
     new_board,
     put_back,
     seen_by_rows,
@@ -194,7 +194,7 @@ def _consumer(
             if tile < num_masked:
                 col = key0 + col_in_tile
                 seen = seen_by_rows(row, col, end, c, m, group_size, window, RULE)
-                h = gl.where(seen, h, HIDDEN)
+                h = hide(h, seen)
             p_next = _weights(h)
             wait_for_tile(full, count + 1, True, STAGES)
             # p_next among them: else its work is moved behind the wait and overlaps nothing
@@ -245,7 +245,7 @@ def _consumer(
             col = key0 + col_in_tile
             row = row0 + row_in_block
             seen = seen_by_rows(row, col, end, next_c, next_m, group_size, window, RULE)
-            h = gl.where(seen, h, HIDDEN)
+            h = hide(h, seen)
         p_next = _weights(h)
         wait_for_tile(full, count + 1, next_n >= 0, STAGES)
         if PLACES == 2:

@@ -1,5 +1,6 @@
 """Launches of the Gluon kernels for Hopper: which calls they take, tiles, descriptors."""
 
+import copy
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -12,14 +13,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ops.hstu_attention import hopper_keys, hopper_keys_wide, hopper_rows, hopper_rows_wide
 from ops.hstu_attention.hopper_forward import forward_kernel
 from ops.hstu_attention.triton_kernels import Rule
+from ops.triton_launch import launch
 
 _GROUP_ROWS = 64  # rows or keys that a warpgroup owns
 _BLOCK_ROWS = 2 * _GROUP_ROWS
 _WIDE = 256
 # head dim: keys of a tile, stages of k and v, places of q
 _FORWARD_TILES = {64: (128, 3, 2), 128: (128, 2, 2), _WIDE: (64, 2, 1)}
-# head dim: stages of the tiles that go by
-_BACKWARD_STAGES = {64: 4, 128: 3}
+_BACKWARD_STAGES = 4  # of the tiles that go by
 
 Structure = Callable[[int], dict[str, Any]]
 """The arguments that describe the batch, with a schedule of blocks of so many rows."""
@@ -43,28 +44,19 @@ def launch_forward(
     """Fill out (T, H, V), any strides with contiguous rows."""
     width = q.shape[2]
     keys, stages, places = _FORWARD_TILES[width]
-    batch = structure(_BLOCK_ROWS)
-    forward_kernel[_grid(q)](
-        _descriptor(q, _GROUP_ROWS),
-        _descriptor(k, keys),
-        _descriptor(v, keys),
-        out,
-        num_heads=q.shape[1],
-        q_head_stride=_head_stride(q),
-        k_head_stride=_head_stride(k),
-        v_head_stride=_head_stride(v),
-        out_stride=out.stride(0),
-        out_head_stride=out.stride(1),
-        A=width,
-        V=width,
-        KEYS=keys,
-        STAGES=stages,
-        PLACES=places,
-        SCALE_IS_POINTER=isinstance(batch["scaling_seqlen"], Tensor),
-        RULE=rule,
-        num_warps=4,
-        **batch,
-    )
+    arguments = {
+        **_shared_arguments((q, k, v), structure(_BLOCK_ROWS), rule),
+        "k_desc": _descriptor(k, keys),
+        "v_desc": _descriptor(v, keys),
+        "out_ptr": out,
+        "out_stride": out.stride(0),
+        "out_head_stride": out.stride(1),
+        "V": width,
+        "KEYS": keys,
+        "STAGES": stages,
+        "PLACES": places,
+    }
+    launch(forward_kernel, _grid(q), arguments, num_warps=4)
 
 
 def launch_backward(
@@ -84,29 +76,35 @@ def launch_backward(
     if not _can_be_walked(grad_out):
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
     inputs = (*qkv, grad_out)
-    width = qkv[0].shape[2]
-    batch = structure(_BLOCK_ROWS)
-    names = ("q_head_stride", "k_head_stride", "v_head_stride", "do_head_stride")
+    is_wide = qkv[0].shape[2] == _WIDE
+    arguments = _shared_arguments(inputs, structure(_BLOCK_ROWS), rule)
+    arguments |= dict(zip(("dq_ptr", "dk_ptr", "dv_ptr"), outputs, strict=True))
+    grid = _grid(qkv[0])
+    if is_wide:
+        half_blocks = {**arguments, **structure(_GROUP_ROWS), "STAGES": 2}
+        launch(hopper_keys_wide.keys_kernel, grid, half_blocks, num_warps=4)
+        launch(hopper_rows_wide.rows_kernel, grid, arguments, num_warps=4)
+    else:
+        arguments["STAGES"] = _BACKWARD_STAGES
+        launch(hopper_keys.keys_kernel, grid, arguments, num_warps=4)
+        launch(hopper_rows.rows_kernel, grid, arguments, num_warps=4)
+
+
+def _shared_arguments(
+    inputs: tuple[Tensor, ...], batch: dict[str, Any], rule: Rule
+) -> dict[str, Any]:
+    """Arguments from q, k, v and, in backward, dO, and from the structure of the batch."""
     arguments = {
-        "num_heads": qkv[0].shape[1],
-        **{name: _head_stride(x) for name, x in zip(names, inputs, strict=True)},
-        "A": width,
+        **batch,
+        "num_heads": inputs[0].shape[1],
+        "A": inputs[0].shape[2],
         "SCALE_IS_POINTER": isinstance(batch["scaling_seqlen"], Tensor),
         "RULE": rule,
-        "num_warps": 4,
-        **batch,
     }
-    descriptors = [_descriptor(x, _GROUP_ROWS) for x in inputs]
-    dq, dk, dv = outputs
-    grid = _grid(dq)
-    if width == _WIDE:
-        half_blocks = {**arguments, **structure(_GROUP_ROWS)}
-        hopper_keys_wide.keys_kernel[grid](*descriptors, dk, dv, STAGES=2, **half_blocks)
-        hopper_rows_wide.rows_kernel[grid](*descriptors, dq, **arguments)
-        return
-    stages = _BACKWARD_STAGES[width]
-    hopper_keys.keys_kernel[grid](*descriptors, dk, dv, STAGES=stages, **arguments)
-    hopper_rows.rows_kernel[grid](*descriptors, dq, STAGES=stages, **arguments)
+    for name, x in zip(("q", "k", "v", "do"), inputs, strict=False):
+        arguments[f"{name}_desc"] = _descriptor(x, _GROUP_ROWS)
+        arguments[f"{name}_head_stride"] = _head_stride(x)
+    return arguments
 
 
 def _can_be_walked(x_THA: Tensor) -> bool:
@@ -127,20 +125,24 @@ def _descriptor(x_THA: Tensor, block_rows: int) -> TensorDescriptor:
     num_rows, num_heads, width = x_THA.shape
     row_stride = x_THA.stride(0)
     columns = (num_heads - 1) * _head_stride(x_THA) + width
-    layout = _shared_layout(block_rows, width, x_THA.dtype)
-    return TensorDescriptor(
-        x_THA, [num_rows, columns], [row_stride, 1], [block_rows, width], layout
-    )
+    descriptor = copy.copy(_checked_descriptor(row_stride, columns, block_rows, width))
+    descriptor.base = x_THA
+    descriptor.shape = [num_rows, columns]
+    return descriptor
+
+
+@lru_cache(maxsize=64)
+def _checked_descriptor(
+    row_stride: int, columns: int, block_rows: int, width: int
+) -> TensorDescriptor:
+    """A descriptor of no rows: Triton would check it each time, at a launch's cost for a few."""
+    layout = gl.NVMMASharedLayout.get_default_for([block_rows, width], gl.bfloat16)
+    nothing = torch.empty(0, columns, dtype=torch.bfloat16)
+    return TensorDescriptor(nothing, [1, columns], [row_stride, 1], [block_rows, width], layout)
 
 
 def _grid(x: Tensor) -> tuple[int]:
     return (_num_multiprocessors(x.device),)
-
-
-@lru_cache(maxsize=64)
-def _shared_layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, width], element)
 
 
 @lru_cache(maxsize=64)

@@ -22,48 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ops.hstu_attention.triton_kernels import _masked_tile, _visible
 from ops.hstu_attention.triton_schedule import HEADER
 
-HIDDEN = gl.constexpr(-64.0)
-"""Half score of a pair that the mask hides: silu and its slope are exactly zero there."""
-
-_SLOPES = """{
-    .reg .f32 t0, t1, n0, n1, s0, s1;
-    tanh.approx.f32 t0, $1;
-    tanh.approx.f32 t1, $2;
-    neg.f32 n0, t0;
-    neg.f32 n1, t1;
-    fma.rn.f32 n0, n0, t0, 0f3F800000;
-    fma.rn.f32 n1, n1, t1, 0f3F800000;
-    add.f32 s0, t0, 0f3F800000;
-    add.f32 s1, t1, 0f3F800000;
-    fma.rn.f32 s0, $1, n0, s0;
-    fma.rn.f32 s1, $2, n1, s1;
-    cvt.rn.DTYPEx2.f32 $0, s1, s0;
-}"""
-_WEIGHTS = """{
-    .reg .f32 t0, t1, n0, n1, p0, p1, s0, s1;
-    tanh.approx.f32 t0, $2;
-    tanh.approx.f32 t1, $3;
-    fma.rn.f32 p0, $2, t0, $2;
-    fma.rn.f32 p1, $3, t1, $3;
-    neg.f32 n0, t0;
-    neg.f32 n1, t1;
-    fma.rn.f32 n0, n0, t0, 0f3F800000;
-    fma.rn.f32 n1, n1, t1, 0f3F800000;
-    add.f32 s0, t0, 0f3F800000;
-    add.f32 s1, t1, 0f3F800000;
-    fma.rn.f32 s0, $2, n0, s0;
-    fma.rn.f32 s1, $3, n1, s1;
-    cvt.rn.DTYPEx2.f32 $0, p1, p0;
-    cvt.rn.DTYPEx2.f32 $1, s1, s0;
-}"""
-_TIMES = "{ .reg .b32 d; cvt.rn.DTYPEx2.f32 d, $2, $1; mul.rn.DTYPEx2 $0, d, $3; }"
-_WEIGHTS_BF16 = gl.constexpr(_WEIGHTS.replace("DTYPE", "bf16"))
-_WEIGHTS_FP16 = gl.constexpr(_WEIGHTS.replace("DTYPE", "f16"))
-_SLOPES_BF16 = gl.constexpr(_SLOPES.replace("DTYPE", "bf16"))
-_SLOPES_FP16 = gl.constexpr(_SLOPES.replace("DTYPE", "f16"))
-_TIMES_BF16 = gl.constexpr(_TIMES.replace("DTYPE", "bf16"))
-_TIMES_FP16 = gl.constexpr(_TIMES.replace("DTYPE", "f16"))
-
 
 @gluon.jit
 def put_back(counter_ptr, index, total):
@@ -150,41 +108,80 @@ def new_board():
 
 
 @gluon.jit
-def weights_and_slopes(h, dtype: gl.constexpr):
-    """silu(2 h) and 2 silu'(2 h) in `dtype`, two at a time; HIDDEN gives exact zeros.
+def hide(h, seen):
+    """Half scores with those of pairs that the mask hides so low that silu and its slope are 0."""
+    return gl.where(seen, h, -64.0)
+
+
+@gluon.jit
+def weights_and_slopes(h):
+    """silu(2 h) and 2 silu'(2 h) in BF16, two at a time.
 
     Rounded at once and volatile: as FP32 values that wait for a matrix product they would take
     registers that the arithmetic needs, and the compiler would move it all behind the wait.
     """
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            _WEIGHTS_BF16, "=r,=r,f,f", [h], dtype=(gl.bfloat16, gl.bfloat16), is_pure=False, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            _WEIGHTS_FP16, "=r,=r,f,f", [h], dtype=(gl.float16, gl.float16), is_pure=False, pack=2
-        )
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .f32 t0, t1, n0, n1, p0, p1, s0, s1;
+            tanh.approx.f32 t0, $2;
+            tanh.approx.f32 t1, $3;
+            fma.rn.f32 p0, $2, t0, $2;
+            fma.rn.f32 p1, $3, t1, $3;
+            neg.f32 n0, t0;
+            neg.f32 n1, t1;
+            fma.rn.f32 n0, n0, t0, 0f3F800000;
+            fma.rn.f32 n1, n1, t1, 0f3F800000;
+            add.f32 s0, t0, 0f3F800000;
+            add.f32 s1, t1, 0f3F800000;
+            fma.rn.f32 s0, $2, n0, s0;
+            fma.rn.f32 s1, $3, n1, s1;
+            cvt.rn.bf16x2.f32 $0, p1, p0;
+            cvt.rn.bf16x2.f32 $1, s1, s0;
+        }""",
+        "=r,=r,f,f",
+        [h],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=False,
+        pack=2,
+    )
 
 
 @gluon.jit
-def slopes(h, dtype: gl.constexpr):
+def slopes(h):
     """The second half of `weights_and_slopes`."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            _SLOPES_BF16, "=r,f,f", [h], dtype=gl.bfloat16, is_pure=False, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            _SLOPES_FP16, "=r,f,f", [h], dtype=gl.float16, is_pure=False, pack=2
-        )
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .f32 t0, t1, n0, n1, s0, s1;
+            tanh.approx.f32 t0, $1;
+            tanh.approx.f32 t1, $2;
+            neg.f32 n0, t0;
+            neg.f32 n1, t1;
+            fma.rn.f32 n0, n0, t0, 0f3F800000;
+            fma.rn.f32 n1, n1, t1, 0f3F800000;
+            add.f32 s0, t0, 0f3F800000;
+            add.f32 s1, t1, 0f3F800000;
+            fma.rn.f32 s0, $1, n0, s0;
+            fma.rn.f32 s1, $2, n1, s1;
+            cvt.rn.bf16x2.f32 $0, s1, s0;
+        }""",
+        "=r,f,f",
+        [h],
+        dtype=gl.bfloat16,
+        is_pure=False,
+        pack=2,
+    )
 
 
 @gluon.jit
 def times_slopes(dp, slope):
-    """dp, rounded to the dtype of slope, times slope: the score gradients, two at a time."""
-    asm: gl.constexpr = _TIMES_BF16 if slope.dtype == gl.bfloat16 else _TIMES_FP16
+    """dp, rounded to BF16, times slope: the score gradients, two at a time."""
     return gl.inline_asm_elementwise(
-        asm, "=r,f,f,r", [dp, slope], dtype=slope.dtype, is_pure=True, pack=2
+        "{ .reg .b32 d; cvt.rn.bf16x2.f32 d, $2, $1; mul.rn.bf16x2 $0, d, $3; }",
+        "=r,f,f,r",
+        [dp, slope],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
     )
 
 

@@ -6,9 +6,7 @@ that P^T and dS^T are left operands straight from registers. A warpgroup's round
 
     dV += P^T_t-1 dO_t-1   dK += dS^T_t-1 q_t-1   S^T_t = k q_t^T   dP^T_t = v dO_t^T
 
-and then, while the other one has its turn, P_t and dS_t. This goes on across blocks: the first
-scores of a block follow the last products of the block before, so k and v have two places. A
-program begins with the end of a block of no keys.
+and then, while the other one has its turn, P_t and dS_t.
 
 dQ has a kernel of its own (`hopper_rows`). Two kernels compute the scores twice (seven products,
 not five), and so need no sum of dQ over programs: no FP32 buffer, no atomics, no exchange between
@@ -28,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ops.hstu_attention.hopper_kernels import (
-    HIDDEN,
     draw_block,
     first_row,
     hear,
+    hide,
     new_board,
     put_back,
     seen_by_columns,
@@ -47,12 +45,6 @@ from ops.hstu_attention.triton_kernels import _inverse_scale, _rows_of_keys
 from ops.hstu_attention.triton_schedule import COUNTERS
 
 COUNTER = gl.constexpr(COUNTERS["keys"])
-
-
-@gluon.jit
-def _first_key(level, n):
-    """The schedule's block counted from the end: the block of keys with that much work."""
-    return ((n + 127) // 128 - 1 - level) * 128
 
 
 @gluon.jit
@@ -78,29 +70,20 @@ def _producer(
             counter_ptr, structure, RULE
         )
         tell(step + 1, board, next_head, next_level, next_start, next_n, next_c, next_m)
-        key0 = _first_key(level, n)
+        key0 = ((n + 127) // 128 - 1 - level) * 128
         num_front, masked_start, num_around, full_start, num_full, last_start, num_last = (
             _rows_of_keys(key0, n, c, m, group_size, window, 64, 128, RULE)
         )
         num_masked = num_front + num_around + num_last
-        place = step % 2
-        mbarrier.wait(own_free.index(place), (step // 2 & 1) ^ 1)
-        mbarrier.expect(
-            own_full.index(place), 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes
-        )
+        mbarrier.wait(own_free, (step & 1) ^ 1)
+        mbarrier.expect(own_full, 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
         for group in gl.static_range(2):
             row = start + key0 + group * 64
             tma.async_copy_global_to_shared(
-                k_desc,
-                [row, head * k_head_stride],
-                own_full.index(place),
-                k_smem.index(place * 2 + group),
+                k_desc, [row, head * k_head_stride], own_full, k_smem.index(group)
             )
             tma.async_copy_global_to_shared(
-                v_desc,
-                [row, head * v_head_stride],
-                own_full.index(place),
-                v_smem.index(place * 2 + group),
+                v_desc, [row, head * v_head_stride], own_full, v_smem.index(group)
             )
         for tile in range(num_masked + num_full):
             stage = count % STAGES
@@ -143,28 +126,43 @@ def _consumer(
     zero = gl.zeros([64, 64], gl.float32, s_layout)
     col_in_block = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))[:, None]
     row_in_tile = gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))[None, :]
-    # the block of no keys
-    head = gl.to_tensor(0)
-    start = gl.to_tensor(0)
-    n = gl.to_tensor(0)
-    c = gl.to_tensor(0)
-    m = gl.to_tensor(0)
-    key0 = gl.to_tensor(0)
-    num_front, masked_start, num_around, full_start, num_full, last_start, num_last = _rows_of_keys(
-        key0, n, c, m, group_size, window, 64, 128, RULE
-    )
-    num_masked = gl.to_tensor(0)
-    tiles = gl.to_tensor(1)
-    p = gl.zeros([64, 64], dtype, p_layout)
-    ds = gl.zeros([64, 64], dtype, p_layout)
-    count = -1
+    k = k_smem.index(GROUP)
+    v = v_smem.index(GROUP)
+    count = 0
     rounds = 0
     step = 0
+    head, level, start, n, c, m = hear(0, board)
     while n >= 0:
-        next_head, next_level, next_start, next_n, next_c, next_m = hear(step, board)
-        own = (step + 1) % 2 * 2 + GROUP
+        key0 = ((n + 127) // 128 - 1 - level) * 128
+        num_front, masked_start, num_around, full_start, num_full, last_start, num_last = (
+            _rows_of_keys(key0, n, c, m, group_size, window, 64, 128, RULE)
+        )
+        num_masked = num_front + num_around + num_last
+        tiles = num_masked + num_full
+        mbarrier.wait(own_full, step & 1)
         dk = gl.zeros([64, A], gl.float32, o_layout)
         dv = gl.zeros([64, A], gl.float32, o_layout)
+        row0 = first_row(0, num_masked, num_front, masked_start, num_around, full_start, last_start)
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), count // STAGES & 1)
+        if row0 + 64 > n:
+            zero_rows_past(q_smem.index(stage), n - row0, 64)
+            zero_rows_past(do_smem.index(stage), n - row0, 64)
+        q_t = q_smem.index(stage).permute((1, 0))
+        do_t = do_smem.index(stage).permute((1, 0))
+        s = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
+        s, dp = warpgroup_mma_wait(num_outstanding=0, deps=(s, dp))
+        h = s * half_alpha
+        if num_masked > 0:
+            row = row0 + row_in_tile
+            col = key0 + col_in_block
+            seen = seen_by_columns(row, col, n, c, m, group_size, window, RULE)
+            h = hide(h, seen)
+        p, slope = weights_and_slopes(h)
+        ds = gl.convert_layout(times_slopes(dp, slope), p_layout)
+        p = gl.convert_layout(p, p_layout)
+        wait_for_tile(full, count + 1, tiles > 1, STAGES)
         for tile in range(1, tiles):
             row0 = first_row(
                 tile, num_masked, num_front, masked_start, num_around, full_start, last_start
@@ -180,8 +178,8 @@ def _consumer(
             dv, dk, p, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dv, dk, p, ds))
             q_t = q_smem.index(stage).permute((1, 0))
             do_t = do_smem.index(stage).permute((1, 0))
-            s = warpgroup_mma(k_smem.index(own), q_t, zero, use_acc=False, is_async=True)
-            dp = warpgroup_mma(v_smem.index(own), do_t, zero, use_acc=False, is_async=True)
+            s = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
             mbarrier.arrive(turn.index(1 - GROUP), count=1)
             rounds += 1
             mbarrier.arrive(free.index(before), count=1)
@@ -191,74 +189,28 @@ def _consumer(
                 row = row0 + row_in_tile
                 col = key0 + col_in_block
                 seen = seen_by_columns(row, col, n, c, m, group_size, window, RULE)
-                h = gl.where(seen, h, HIDDEN)
-            p, slope = weights_and_slopes(h, dtype)
-            wait_for_tile(full, count + 2, (tile + 1 < tiles) | (next_n >= 0), STAGES)
+                h = hide(h, seen)
+            p, slope = weights_and_slopes(h)
+            wait_for_tile(full, count + 2, tile + 1 < tiles, STAGES)
             dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
             ds = gl.convert_layout(times_slopes(dp, slope), p_layout)
             p = gl.convert_layout(p, p_layout)
             count += 1
-
-        if tiles == 1:
-            wait_for_tile(full, count + 1, next_n >= 0, STAGES)
-        own_key0 = key0
-        key0 = _first_key(next_level, next_n)
-        num_front, masked_start, num_around, full_start, num_full, last_start, num_last = (
-            _rows_of_keys(key0, next_n, next_c, next_m, group_size, window, 64, 128, RULE)
-        )
-        num_masked = num_front + num_around + num_last
-        tiles = num_masked + num_full
-        row0 = first_row(0, num_masked, num_front, masked_start, num_around, full_start, last_start)
-        before = (count + STAGES) % STAGES
-        stage = (count + 1) % STAGES
-        place = step % 2
-        mbarrier.wait(own_full.index(place), step // 2 & 1, pred=next_n >= 0)
-        if (next_n >= 0) & (row0 + 64 > next_n):
-            zero_rows_past(q_smem.index(stage), next_n - row0, 64)
-            zero_rows_past(do_smem.index(stage), next_n - row0, 64)
-        mbarrier.wait(turn.index(GROUP), (rounds & 1) ^ (1 - GROUP))
-        dv = warpgroup_mma(p, do_smem.index(before), dv, is_async=True)
-        dk = warpgroup_mma(ds, q_smem.index(before), dk, is_async=True)
-        dv, dk, p, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dv, dk, p, ds))
-        # after the last block these are products of whatever lies there, and nobody uses them
-        q_t = q_smem.index(stage).permute((1, 0))
-        do_t = do_smem.index(stage).permute((1, 0))
-        s = warpgroup_mma(k_smem.index(place * 2 + GROUP), q_t, zero, use_acc=False, is_async=True)
-        dp = warpgroup_mma(
-            v_smem.index(place * 2 + GROUP), do_t, zero, use_acc=False, is_async=True
-        )
-        mbarrier.arrive(turn.index(1 - GROUP), count=1)
-        rounds += 1
-        mbarrier.arrive(free.index(before), count=1, pred=count >= 0)
-        if n > 0:
-            k = k_smem.index(own)
-            v = v_smem.index(own)
-            k.store((dk * (half_alpha * inverse_scale)).to(dtype))  # k and v have been read
-            v.store((dv * inverse_scale).to(dtype))
-            shift = start.to(gl.int64) * stride + head.to(gl.int64) * A
-            store_rows(dk_ptr + shift, stride, own_key0 + GROUP * 64, n, k, A)
-            store_rows(dv_ptr + shift, stride, own_key0 + GROUP * 64, n, v, A)
-            fence_async_shared()
-            mbarrier.arrive(own_free.index((step + 1) % 2), count=1)
-        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-        h = s * half_alpha
-        if num_masked > 0:
-            row = row0 + row_in_tile
-            col = key0 + col_in_block
-            seen = seen_by_columns(row, col, next_n, next_c, next_m, group_size, window, RULE)
-            h = gl.where(seen, h, HIDDEN)
-        p, slope = weights_and_slopes(h, dtype)
-        wait_for_tile(full, count + 2, tiles > 1, STAGES)
-        dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
-        ds = gl.convert_layout(times_slopes(dp, slope), p_layout)
-        p = gl.convert_layout(p, p_layout)
+        stage = count % STAGES
+        dv = warpgroup_mma(p, do_smem.index(stage), dv, is_async=True)
+        dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
+        dk, dv, p, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dk, dv, p, ds))
+        mbarrier.arrive(free.index(stage), count=1)
         count += 1
-        head = next_head
-        start = next_start
-        n = next_n
-        c = next_c
-        m = next_m
+        shift = start.to(gl.int64) * stride + head.to(gl.int64) * A
+        k.store((dk * (half_alpha * inverse_scale)).to(dtype))  # k and v have been read
+        v.store((dv * inverse_scale).to(dtype))
+        store_rows(dk_ptr + shift, stride, key0 + GROUP * 64, n, k, A)
+        store_rows(dv_ptr + shift, stride, key0 + GROUP * 64, n, v, A)
+        fence_async_shared()
+        mbarrier.arrive(own_free, count=1)
         step += 1
+        head, level, start, n, c, m = hear(step, board)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_users", "num_heads", "group_size", "window"])
@@ -297,18 +249,18 @@ def keys_kernel(
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, 64, A], q_desc.layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, 64, A], do_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [4, 64, A], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [4, 64, A], v_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [2, 64, A], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [2, 64, A], v_desc.layout)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    own_free = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    own_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    own_free = gl.allocate_shared_memory(gl.int64, [1], bar)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for place in gl.static_range(2):
-        mbarrier.init(own_full.index(place), count=1)
-        mbarrier.init(own_free.index(place), count=2)
-        mbarrier.init(turn.index(place), count=1)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for group in gl.static_range(2):
+        mbarrier.init(turn.index(group), count=1)
+    mbarrier.init(own_full, count=1)
+    mbarrier.init(own_free, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
@@ -339,7 +291,10 @@ def keys_kernel(
                     SCALE_IS_POINTER, RULE,
                 ),
             ),
-            (_producer, (descriptors, head_strides, structure, board, smem, bars, STAGES, RULE)),
+            (
+                _producer,
+                (descriptors, head_strides, structure, board, smem, bars, STAGES, RULE),
+            ),
         ],
         [4, 1],
         [240, 24],

@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ops.hstu_attention.hopper_kernels import (
-    HIDDEN,
     draw_block,
     first_row,
     hear,
+    hide,
     new_board,
     put_back,
     seen_by_columns,
@@ -146,8 +146,8 @@ def _weights_consumer(
                 row = row0 + row_in_tile
                 col = key0 + col_in_block
                 seen = seen_by_columns(row, col, n, c, m, group_size, window, RULE)
-                h = gl.where(seen, h, HIDDEN)
-            p, slope = weights_and_slopes(h, dtype)
+                h = hide(h, seen)
+            p, slope = weights_and_slopes(h)
             slot = count % 2
             mbarrier.wait(slope_free.index(slot), (count // 2 & 1) ^ 1)
             slope_smem.index(slot).store(slope)

@@ -5,9 +5,7 @@ warpgroup, while keys and values go by, 64 at a time. A warpgroup's round, by tu
 
     S_t = q k_t^T   dQ += dS_t-1 k_t-1   dP_t = dO v_t^T
 
-and, while they run and while the other one has its turn, dS_t. This goes on across blocks: the
-first scores of a block are computed beside the last product of the block before, so q and dO have
-two places. A program begins with the end of a block of no rows.
+and, while they run and while the other one has its turn, dS_t.
 """
 
 # ruff: noqa: ANN001, ANN201  a kernel's arguments are device values without a Python type
@@ -23,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ops.hstu_attention.hopper_kernels import (
-    HIDDEN,
     draw_block,
     first_key,
     hear,
+    hide,
     new_board,
     put_back,
     seen_by_rows,
@@ -67,28 +65,20 @@ def _producer(
             counter_ptr, structure, RULE
         )
         tell(step + 1, board, next_head, next_level, next_start, next_n, next_c, next_m)
+        row0 = level * 128
         num_full, num_front, main_start, num_main, candidate_start, num_candidate = _keys_of_rows(
-            level * 128, n, c, m, group_size, window, 128, 64, RULE
+            row0, n, c, m, group_size, window, 128, 64, RULE
         )
         num_masked = num_front + num_main + num_candidate
-        place = step % 2
-        mbarrier.wait(own_free.index(place), (step // 2 & 1) ^ 1)
-        mbarrier.expect(
-            own_full.index(place), 2 * q_desc.block_type.nbytes + 2 * do_desc.block_type.nbytes
-        )
+        mbarrier.wait(own_free, (step & 1) ^ 1)
+        mbarrier.expect(own_full, 2 * q_desc.block_type.nbytes + 2 * do_desc.block_type.nbytes)
         for group in gl.static_range(2):
-            row = start + level * 128 + group * 64
+            row = start + row0 + group * 64
             tma.async_copy_global_to_shared(
-                q_desc,
-                [row, head * q_head_stride],
-                own_full.index(place),
-                q_smem.index(place * 2 + group),
+                q_desc, [row, head * q_head_stride], own_full, q_smem.index(group)
             )
             tma.async_copy_global_to_shared(
-                do_desc,
-                [row, head * do_head_stride],
-                own_full.index(place),
-                do_smem.index(place * 2 + group),
+                do_desc, [row, head * do_head_stride], own_full, do_smem.index(group)
             )
         for tile in range(num_masked + num_full):
             stage = count % STAGES
@@ -131,113 +121,83 @@ def _consumer(
     zero = gl.zeros([64, 64], gl.float32, s_layout)
     row_in_block = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))[:, None]
     col_in_tile = gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))[None, :]
-    # the block of no rows
-    head = gl.to_tensor(0)
-    level = gl.to_tensor(0)
-    start = gl.to_tensor(0)
-    n = gl.to_tensor(0)
-    c = gl.to_tensor(0)
-    m = gl.to_tensor(0)
-    num_full, num_front, main_start, num_main, candidate_start, num_candidate = _keys_of_rows(
-        n, n, c, m, group_size, window, 128, 64, RULE
-    )
-    num_masked = gl.to_tensor(0)
-    tiles = gl.to_tensor(1)
-    ds = gl.zeros([64, 64], dtype, p_layout)
-    count = -1
+    q = q_smem.index(GROUP)
+    do = do_smem.index(GROUP)
+    count = 0
     rounds = 0
     step = 0
+    head, level, start, n, c, m = hear(0, board)
     while n >= 0:
-        next_head, next_level, next_start, next_n, next_c, next_m = hear(step, board)
-        own = (step + 1) % 2 * 2 + GROUP
+        row0 = level * 128
+        num_full, num_front, main_start, num_main, candidate_start, num_candidate = _keys_of_rows(
+            row0, n, c, m, group_size, window, 128, 64, RULE
+        )
+        num_masked = num_front + num_main + num_candidate
+        tiles = num_masked + num_full
+        row = row0 + row_in_block
+        mbarrier.wait(own_full, step & 1)
         dq = gl.zeros([64, A], gl.float32, o_layout)
+        stage = count % STAGES
+        key0, end = first_key(
+            0, num_masked, num_front, main_start, num_main, candidate_start, m, n, 64, RULE
+        )
+        k = k_smem.index(stage)
+        mbarrier.wait(full.index(stage), count // STAGES & 1)
+        if key0 + 64 > n:
+            zero_rows_past(k, n - key0, 64)
+            zero_rows_past(v_smem.index(stage), n - key0, 64)
+        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        v_t = v_smem.index(stage).permute((1, 0))
+        dp = warpgroup_mma(do, v_t, zero, use_acc=False, is_async=True)
+        s, dp = warpgroup_mma_wait(num_outstanding=0, deps=(s, dp))
+        h = s * half_alpha
+        if num_masked > 0:
+            col = key0 + col_in_tile
+            seen = seen_by_rows(row, col, end, c, m, group_size, window, RULE)
+            h = hide(h, seen)
+        slope = slopes(h)
+        ds = gl.convert_layout(times_slopes(dp, slope), p_layout)
+        wait_for_tile(full, count + 1, tiles > 1, STAGES)
         for tile in range(1, tiles):
             key0, end = first_key(
                 tile, num_masked, num_front, main_start, num_main, candidate_start, m, n, 64, RULE
             )
-            before = count % STAGES
+            before = k_smem.index(count % STAGES)
             stage = (count + 1) % STAGES
+            k = k_smem.index(stage)
             if key0 + 64 > n:
-                zero_rows_past(k_smem.index(stage), n - key0, 64)
+                zero_rows_past(k, n - key0, 64)
                 zero_rows_past(v_smem.index(stage), n - key0, 64)
-            k_t = k_smem.index(stage).permute((1, 0))
-            v_t = v_smem.index(stage).permute((1, 0))
             mbarrier.wait(turn.index(GROUP), (rounds & 1) ^ (1 - GROUP))
-            s = warpgroup_mma(q_smem.index(own), k_t, zero, use_acc=False, is_async=True)
-            dq = warpgroup_mma(ds, k_smem.index(before), dq, is_async=True)
-            dp = warpgroup_mma(do_smem.index(own), v_t, zero, use_acc=False, is_async=True)
+            s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+            dq = warpgroup_mma(ds, before, dq, is_async=True)
+            v_t = v_smem.index(stage).permute((1, 0))
+            dp = warpgroup_mma(do, v_t, zero, use_acc=False, is_async=True)
             mbarrier.arrive(turn.index(1 - GROUP), count=1)
             rounds += 1
             s = warpgroup_mma_wait(num_outstanding=2, deps=(s,))
             h = s * half_alpha
             if tile < num_masked:
-                row = level * 128 + row_in_block
                 col = key0 + col_in_tile
                 seen = seen_by_rows(row, col, end, c, m, group_size, window, RULE)
-                h = gl.where(seen, h, HIDDEN)
-            slope = slopes(h, dtype)
-            wait_for_tile(full, count + 2, (tile + 1 < tiles) | (next_n >= 0), STAGES)
+                h = hide(h, seen)
+            slope = slopes(h)
+            wait_for_tile(full, count + 2, tile + 1 < tiles, STAGES)
             dq, dp, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dq, dp, ds))
-            mbarrier.arrive(free.index(before), count=1)
+            mbarrier.arrive(free.index(count % STAGES), count=1)
             ds = gl.convert_layout(times_slopes(dp, slope), p_layout)
             count += 1
-
-        if tiles == 1:
-            wait_for_tile(full, count + 1, next_n >= 0, STAGES)
-        num_full, num_front, main_start, num_main, candidate_start, num_candidate = _keys_of_rows(
-            next_level * 128, next_n, next_c, next_m, group_size, window, 128, 64, RULE
-        )
-        num_masked = num_front + num_main + num_candidate
-        tiles = num_masked + num_full
-        key0, end = first_key(
-            0, num_masked, num_front, main_start, num_main, candidate_start, next_m, next_n, 64,
-            RULE,
-        )  # fmt: skip
-        before = (count + STAGES) % STAGES
-        stage = (count + 1) % STAGES
-        place = step % 2
-        mbarrier.wait(own_full.index(place), step // 2 & 1, pred=next_n >= 0)
-        if (next_n >= 0) & (key0 + 64 > next_n):
-            zero_rows_past(k_smem.index(stage), next_n - key0, 64)
-            zero_rows_past(v_smem.index(stage), next_n - key0, 64)
-        k_t = k_smem.index(stage).permute((1, 0))
-        v_t = v_smem.index(stage).permute((1, 0))
-        mbarrier.wait(turn.index(GROUP), (rounds & 1) ^ (1 - GROUP))
-        # after the last block S and dP are of whatever lies there, and nobody uses them
-        s = warpgroup_mma(q_smem.index(place * 2 + GROUP), k_t, zero, use_acc=False, is_async=True)
-        dq = warpgroup_mma(ds, k_smem.index(before), dq, is_async=True)
-        dp = warpgroup_mma(
-            do_smem.index(place * 2 + GROUP), v_t, zero, use_acc=False, is_async=True
-        )
-        mbarrier.arrive(turn.index(1 - GROUP), count=1)
-        rounds += 1
-        s = warpgroup_mma_wait(num_outstanding=2, deps=(s,))
-        h = s * half_alpha
-        if num_masked > 0:
-            row = next_level * 128 + row_in_block
-            col = key0 + col_in_tile
-            seen = seen_by_rows(row, col, end, next_c, next_m, group_size, window, RULE)
-            h = gl.where(seen, h, HIDDEN)
-        slope = slopes(h, dtype)
-        wait_for_tile(full, count + 2, tiles > 1, STAGES)
-        dq, dp, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dq, dp, ds))
-        mbarrier.arrive(free.index(before), count=1, pred=count >= 0)
-        if n > 0:
-            q = q_smem.index(own)
-            q.store((dq * (half_alpha * inverse_scale)).to(dtype))  # q has been read
-            shift = start.to(gl.int64) * stride + head.to(gl.int64) * A
-            store_rows(dq_ptr + shift, stride, level * 128 + GROUP * 64, n, q, A)
-            fence_async_shared()
-            mbarrier.arrive(own_free.index((step + 1) % 2), count=1)
-        ds = gl.convert_layout(times_slopes(dp, slope), p_layout)
+        dq = warpgroup_mma(ds, k_smem.index(count % STAGES), dq, is_async=True)
+        dq, ds = warpgroup_mma_wait(num_outstanding=0, deps=(dq, ds))
+        mbarrier.arrive(free.index(count % STAGES), count=1)
         count += 1
-        head = next_head
-        level = next_level
-        start = next_start
-        n = next_n
-        c = next_c
-        m = next_m
+        shift = start.to(gl.int64) * stride + head.to(gl.int64) * A
+        q.store((dq * (half_alpha * inverse_scale)).to(dtype))  # q has been read
+        store_rows(dq_ptr + shift, stride, row0 + GROUP * 64, n, q, A)
+        fence_async_shared()
+        mbarrier.arrive(own_free, count=1)
         step += 1
+        head, level, start, n, c, m = hear(step, board)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_users", "num_heads", "group_size", "window"])
@@ -267,28 +227,25 @@ def rows_kernel(
     SCALE_IS_POINTER: gl.constexpr,
     RULE: gl.constexpr,
 ):
-    """dQ (T, H, A), contiguous, of all blocks of 128 rows; zeros past the last offset.
-
-    STAGES: three or more.
-    """
+    """dQ (T, H, A), contiguous, of all blocks of 128 rows; zeros past the last offset."""
     end = gl.load(offsets_ptr + num_users).to(gl.int64)
     zero_tail(dq_ptr, num_heads * A, A, end, num_rows, num_heads, A)
     total = gl.load(table_ptr) * num_heads
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [4, 64, A], q_desc.layout)
-    do_smem = gl.allocate_shared_memory(dtype, [4, 64, A], do_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [2, 64, A], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [2, 64, A], do_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 64, A], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 64, A], v_desc.layout)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    own_free = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    own_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    own_free = gl.allocate_shared_memory(gl.int64, [1], bar)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for place in gl.static_range(2):
-        mbarrier.init(own_full.index(place), count=1)
-        mbarrier.init(own_free.index(place), count=2)
-        mbarrier.init(turn.index(place), count=1)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for group in gl.static_range(2):
+        mbarrier.init(turn.index(group), count=1)
+    mbarrier.init(own_full, count=1)
+    mbarrier.init(own_free, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
@@ -319,7 +276,10 @@ def rows_kernel(
                     SCALE_IS_POINTER, RULE,
                 ),
             ),
-            (_producer, (descriptors, head_strides, structure, board, smem, bars, STAGES, RULE)),
+            (
+                _producer,
+                (descriptors, head_strides, structure, board, smem, bars, STAGES, RULE),
+            ),
         ],
         [4, 1],
         [240, 24],

@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ops.hstu_attention.hopper_kernels import (
-    HIDDEN,
     draw_block,
     first_key,
     hear,
+    hide,
     new_board,
     nothing,
     put_back,
@@ -157,8 +157,8 @@ def _consumer(
                 col = key0 + col_in_tile
                 row = row0 + row_in_block
                 seen = seen_by_rows(row, col, end, c, m, group_size, window, RULE)
-                h = gl.where(seen, h, HIDDEN)
-            slope = slopes(h, dtype)
+                h = hide(h, seen)
+            slope = slopes(h)
             dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
             mbarrier.arrive(v_free, count=1)
             ds = gl.convert_layout(times_slopes(dp, slope), p_layout)

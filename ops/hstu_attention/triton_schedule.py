@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.triton_launch import launch
+
 _L2_BYTES = 32 << 20  # two thirds of a Hopper's L2
 HEADER = tl.constexpr(4)
 """Words before the first block: the number of blocks, then a counter for each kernel below."""
@@ -74,20 +76,20 @@ def build_schedule(
     # never empty: no program, no table and no assertion
     num_levels = max(1, -(-min(max_seq_len, num_rows) // block))
     grid = (num_levels, num_rows // chunk_rows + 1)
-    _schedule_kernel[grid](
-        seq_offsets,
-        contextuals,
-        candidates,
-        table,
-        num_users,
-        num_rows,
-        max_seq_len,
-        chunk_rows,
-        BLOCK=block,
-        LEVEL_0_FIRST=level_0_first,
-        USERS=users_per_step,
-        num_warps=4,
-    )
+    arguments = {
+        "offsets_ptr": seq_offsets,
+        "contextuals_ptr": contextuals,
+        "candidates_ptr": candidates,
+        "table_ptr": table,
+        "num_users": num_users,
+        "num_rows": num_rows,
+        "max_seq_len": max_seq_len,
+        "chunk_rows": chunk_rows,
+        "BLOCK": block,
+        "LEVEL_0_FIRST": level_0_first,
+        "USERS": users_per_step,
+    }
+    launch(_schedule_kernel, grid, arguments, num_warps=4)
     return Schedule(table=table, max_blocks=max_blocks)
 
 

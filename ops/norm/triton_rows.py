@@ -27,36 +27,65 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 @dataclass(frozen=True, kw_only=True)
 class RowTiles:
-    """Tile of a row kernel and the warps that hold it."""
+    """Tile of a row kernel and how many programs walk over such tiles."""
 
     block: int
     """D as a power of two."""
     rows: int
     warps: int
-    programs: int
-    """Programs of a persistent kernel a multiprocessor."""
+    programs: int | None
+    """Programs a multiprocessor; None: one a row tile."""
     stages: int
-    """Row tiles of a persistent kernel in flight, the one that is computed included."""
+    """Row tiles in flight, the one that is computed included."""
+
+    def split(self, num_rows: int, device: torch.device) -> tuple[int, int]:
+        """Return the number of programs and that of row tiles."""
+        num_tiles = -(-num_rows // self.rows)
+        if self.programs is None:
+            return num_tiles, num_tiles
+        return min(num_tiles, self.programs * num_processors(device)), num_tiles
 
 
-def row_tiles(x_TD: Tensor, *, persistent: bool = False) -> RowTiles:
-    """Return the tile for rows of D entries, the last dimension of a matrix.
+# Measured at these widths: rows, warps, programs a multiprocessor, stages. A thread holds 8 or 16
+# neighbours of a row: 16-byte accesses, and sums over a tile's rows that stay inside a thread.
+_TILES: dict[tuple[str, int], tuple[int, int, int | None, int]] = {
+    ("norm_forward", 512): (8, 2, None, 1),
+    ("norm_forward", 1024): (4, 4, None, 1),
+    ("norm_backward", 512): (4, 2, 8, 1),
+    ("norm_backward", 1024): (1, 4, 4, 4),
+    ("gate_forward", 512): (4, 4, 6, 3),
+    ("gate_forward", 1024): (2, 4, 6, 3),
+    # Philox needs the registers that rows in flight would take
+    ("gate_forward_dropout", 512): (1, 1, None, 1),
+    ("gate_forward_dropout", 1024): (1, 2, None, 1),
+    ("gate_backward", 512): (2, 4, 4, 4),
+    ("gate_backward", 1024): (1, 4, 4, 4),
+    ("gate_backward_dropout", 512): (2, 2, 8, 4),
+    ("gate_backward_dropout", 1024): (1, 4, 4, 4),
+}
 
-    A thread holds 8 entries of a row (16 from 8192 on) in a persistent kernel, else 16: 16-byte
-    accesses, and from 512 entries on the sums over a tile's rows stay inside a thread. A persistent
-    kernel is a pipeline, with loads in flight ahead of the row that is computed.
+
+@functools.cache
+def row_tiles(kernel: str, width: int, element_bytes: int) -> RowTiles:
+    """Return the tile of a kernel of `_TILES` for rows of `width` entries.
+
+    Other widths get the nearest entry's number of entries a tile; where that is less than one row,
+    more warps.
     """
-    block = max(16, triton.next_power_of_2(x_TD.shape[-1]))
+    block = max(16, triton.next_power_of_2(width))
+    measured = 512 if block <= 512 else 1024
+    rows, warps, programs, stages = _TILES[kernel, measured]
     if INTERPRETED:
-        return RowTiles(block=block, rows=16, warps=4, programs=2, stages=1)
-    entries = 256 if persistent else 512  # of a warp
-    warps = min(16, max(1, block // entries))
-    rows = max(1, min(64, entries * warps // block))
-    # up to four tensors wait in shared memory, which has 227 KiB
-    stages = 4 if (row_bytes := block * x_TD.element_size()) <= 8192 else 3
-    stages = stages if row_bytes <= 16384 else 2
+        return RowTiles(block=block, rows=16, warps=4, programs=programs and 2, stages=1)
+    growth = max(1, block // (rows * measured))
+    row_bytes = block * element_bytes
     return RowTiles(
-        block=block, rows=rows, warps=warps, programs=max(1, 16 // warps), stages=stages
+        block=block,
+        rows=max(1, min(64, rows * measured // block)),
+        warps=min(16, warps * growth),
+        programs=programs and max(1, programs // growth),
+        # up to four tensors wait in shared memory, which has 227 KiB
+        stages=min(stages, 4 if row_bytes <= 8192 else 3 if row_bytes <= 16384 else 2),
     )
 
 

@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ops.norm.triton_rows import INTERPRETED, check_rows, num_processors
+from ops.norm.triton_sums import sum_partials
+from ops.triton_launch import launch
 
 _MAX_COLUMNS = 256  # of a tile
 _TILE_BYTES = 4096  # 16 entries a thread in half precision
 _IN_INTERPRETER = tl.constexpr(INTERPRETED)
-_PROGRAMS = 6  # of the persistent backward, a multiprocessor
+_PROGRAMS = 4  # of the persistent backward, a multiprocessor
 
 
 def silu_split(
@@ -66,16 +68,20 @@ class _SiluSplit(torch.autograd.Function):
         columns = min(512, triton.next_power_of_2(width))
         rows = _rows(columns, uvqk)
         if num_rows:
-            _forward_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(width, columns),)](
-                uvqk,
-                bias,
-                activated,
-                num_rows,
-                H=num_heads,
-                HEAD=sum(widths),
-                SKIPPED=skipped,
-                ROWS=rows,
-                COLS=columns,
+            launch(
+                _forward_kernel,
+                (triton.cdiv(num_rows, rows) * triton.cdiv(width, columns),),
+                {
+                    "uvqk_ptr": uvqk,
+                    "bias_ptr": bias,
+                    "out_ptr": activated,
+                    "num_rows": num_rows,
+                    "H": num_heads,
+                    "HEAD": sum(widths),
+                    "SKIPPED": skipped,
+                    "ROWS": rows,
+                    "COLS": columns,
+                },
                 num_warps=4,
             )
         heads = activated.view(num_rows, num_heads, sum(widths) - skipped)
@@ -118,28 +124,29 @@ def _launch_backward(
     partial = None
     if bias is not None:
         partial = torch.empty((chunks, width), dtype=torch.float32, device=uvqk.device)
-    _backward_kernel[(chunks * blocks,)](
-        uvqk,
-        bias,
-        *parts,
-        duvqk,
-        partial,
-        num_rows,
-        num_tiles,
-        chunks,
-        *(stride for part in parts for stride in part.stride()[:2]),
-        H=num_heads,
-        V=linear_dim,
-        A=attention_dim,
-        ROWS=rows,
-        COLS=columns,
-        ACTIVATES_U=activates_u,
-        STAGES=1 if INTERPRETED else 4,
-        num_warps=4,
-    )
+    arguments = {
+        "uvqk_ptr": uvqk,
+        "bias_ptr": bias,
+        "out_ptr": duvqk,
+        "partial_ptr": partial,
+        "num_rows": num_rows,
+        "num_tiles": num_tiles,
+        "num_chunks": chunks,
+        "H": num_heads,
+        "V": linear_dim,
+        "A": attention_dim,
+        "ROWS": rows,
+        "COLS": columns,
+        "ACTIVATES_U": activates_u,
+        "STAGES": 1 if INTERPRETED else 4,
+    }
+    for name, part in zip("uvqk", parts, strict=True):
+        arguments[f"d{name}_ptr"] = part
+        arguments[f"{name}_stride"], arguments[f"{name}_head_stride"], _ = part.stride()
+    launch(_backward_kernel, (chunks * blocks,), arguments, num_warps=4)
     if bias is None or partial is None:
         return duvqk, None
-    return duvqk, partial.sum(0).to(bias.dtype)
+    return duvqk, sum_partials(partial, dtype=bias.dtype)
 
 
 def _columns(linear_dim: int, attention_dim: int) -> int:
@@ -164,16 +171,19 @@ def _walkable(grad: Tensor | None, uvqk: Tensor, num_heads: int, width: int) -> 
 
 
 @triton.jit
-def sigmoid(x):
-    """To 2**-21; four instructions, where exp and a division that care for subnormals take 15."""
+def sigmoid(x, SCALE: tl.constexpr = 1.0):
+    """SCALE / (1 + exp(-x)) to 2**-21; four instructions, the scale at no cost.
+
+    exp and a division that care for subnormals take 15.
+    """
     if _IN_INTERPRETER:
-        return 1.0 / (1.0 + tl.exp(-x))
+        return SCALE / (1.0 + tl.exp(-x))
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;"
-            " add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",  # 1 / (1 + 2**(-x / ln 2))
-            "=f,f",
-            [x],
+            " fma.rn.f32 t, t, $2, $2; rcp.approx.ftz.f32 $0, t; }",  # 1 / (2**(-x / ln 2) + 1)
+            "=f,f,f",
+            [x, tl.full([], 1.0 / SCALE, tl.float32)],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
