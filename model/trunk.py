@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.fx
 from torch import Tensor, nn
 
@@ -95,7 +96,10 @@ class Trunk(nn.Module, ABC):
 
     def normed(self, encoded: EncodedBatch, tokens_N: Tensor) -> Tensor:
         """(N, D) float32, the normalised rows of the tokens given, none of them twice."""
-        return self.norm(take_rows(encoded.encoded_TD, tokens_N).float())
+        rows_ND = take_rows(
+            encoded.encoded_TD, tokens_N, dtype=torch.float32, backend=self.preprocessor.backend
+        )
+        return self.norm(rows_ND)
 
     @abstractmethod
     def num_labels(self, batch: SequenceBatch) -> Tensor:

@@ -6,6 +6,7 @@ first such call returned, by what Triton specialises on (taken more finely than 
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,11 +34,8 @@ def launch(
     key = (
         kernel,
         torch.cuda.current_device(),
-        tuple(options.values()),
-        *[
-            value if parameter.is_constexpr else _kind(value)
-            for parameter, value in zip(kernel.params, values, strict=True)
-        ],
+        *options.values(),
+        *map(_kind, values, _compile_time(kernel)),
     )
     compiled = _compiled.get(key)
     if compiled is None:
@@ -46,14 +44,21 @@ def launch(
         compiled[(*grid, 1, 1)[:3]](*values)
 
 
-def _kind(value: Any) -> Any:
+@cache
+def _compile_time(kernel: Any) -> tuple[bool, ...]:
+    return tuple(parameter.is_constexpr for parameter in kernel.params)
+
+
+def _kind(value: Any, is_compile_time: bool) -> Any:
     """All that Triton compiles differently for."""
+    if is_compile_time:
+        return value
     kind = type(value)
     if kind is int:
-        return (value == 1, value % 16 == 0, -(2**31) <= value < 2**31)
+        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
     if kind is float or value is None:
         return kind
     if isinstance(value, Tensor):
-        return (value.dtype, value.data_ptr() % 16 == 0)
+        return value.dtype, value.data_ptr() % 16 == 0
     # a tensor descriptor
-    return (value.base.dtype, *value.block_shape)
+    return value.base.dtype, *value.block_shape

@@ -1,6 +1,5 @@
 """Launches of the Gluon kernels for Hopper: which calls they take, tiles, descriptors."""
 
-import copy
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -125,9 +124,9 @@ def _descriptor(x_THA: Tensor, block_rows: int) -> TensorDescriptor:
     num_rows, num_heads, width = x_THA.shape
     row_stride = x_THA.stride(0)
     columns = (num_heads - 1) * _head_stride(x_THA) + width
-    descriptor = copy.copy(_checked_descriptor(row_stride, columns, block_rows, width))
-    descriptor.base = x_THA
-    descriptor.shape = [num_rows, columns]
+    descriptor = object.__new__(TensorDescriptor)
+    checked = _checked_descriptor(row_stride, columns, block_rows, width)
+    descriptor.__dict__.update(checked.__dict__, base=x_THA, shape=[num_rows, columns])
     return descriptor
 
 
