@@ -31,17 +31,16 @@ def launch(
     if not isinstance(kernel, triton.JITFunction):  # the interpreter's
         kernel[grid](*values, **options)
         return
-    key = (
-        kernel,
-        torch.cuda.current_device(),
-        *options.values(),
-        *map(_kind, values, _compile_time(kernel)),
-    )
+    device = torch.cuda.current_device()
+    key = (kernel, device, *options.values(), *map(_kind, values, _compile_time(kernel)))
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*values, **options)
-    else:
-        compiled[(*grid, 1, 1)[:3]](*values)
+        return
+    # as Triton's own launch ends, less its hooks for profilers that nobody has set
+    stream = triton.runtime.driver.active.get_current_stream(device)
+    metadata = (compiled.packed_metadata, None, None, None)
+    compiled.run(*(*grid, 1, 1)[:3], stream, compiled.function, *metadata, *values)
 
 
 @cache

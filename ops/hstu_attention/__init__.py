@@ -52,6 +52,10 @@ __all__ = [
 ]
 
 
+# backends and kinds of device; asking anew costs the host as much as a launch
+_seen_to_run: set[tuple[str, str]] = set()
+
+
 def hstu_attention(
     q_THA: Tensor,
     k_THA: Tensor,
@@ -128,9 +132,12 @@ def hstu_attention(
             "hstu_attention(backend) must be a backend's name, got 'auto'; "
             "ask choose_backend once, when the model is built"
         )
-    refusal = refuse_unavailable(
-        backend, field="hstu_attention(backend)", device_type=q_THA.device.type
-    )
+    place = (backend, q_THA.device.type)
+    refusal = None
+    if place not in _seen_to_run:
+        refusal = refuse_unavailable(backend, field="hstu_attention(backend)", device_type=place[1])
+    if refusal is None:
+        _seen_to_run.add(place)
     if refusal is None and backend == "triton":
         from ops.hstu_attention import triton_impl  # not at the top: triton may be absent
 

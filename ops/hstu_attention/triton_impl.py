@@ -13,6 +13,7 @@ Limits beyond the contract of `ops.hstu_attention`:
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,8 +83,7 @@ def hstu_attention(
     q_THA: Tensor, k_THA: Tensor, *, v_THV: Tensor, seq_offsets: Tensor, spec: AttentionSpec
 ) -> Tensor:
     """Return O_THV; see `ops.hstu_attention.hstu_attention`."""
-    shape = CallShape(attention_dim=q_THA.shape[2], linear_dim=v_THV.shape[2], dtype=q_THA.dtype)
-    reason = refuse_unsupported(shape)
+    reason = _refuse(q_THA.shape[2], v_THV.shape[2], q_THA.dtype)
     if reason is None and q_THA.shape[0] >= 2**31:
         reason = f"at most 2**31 - 1 rows, got {q_THA.shape[0]}"
     if reason is not None:
@@ -94,6 +94,12 @@ def hstu_attention(
     return _Attention.apply(
         q_THA, k_THA, v_THV, spec.position_bias, spec.time_bias, seq_offsets, spec
     )
+
+
+@cache
+def _refuse(attention_dim: int, linear_dim: int, dtype: torch.dtype) -> str | None:
+    shape = CallShape(attention_dim=attention_dim, linear_dim=linear_dim, dtype=dtype)
+    return refuse_unsupported(shape)
 
 
 class _Attention(torch.autograd.Function):

@@ -60,7 +60,7 @@ _TILES: dict[tuple[str, int], tuple[int, int, int | None, int]] = {
     ("gate_forward_dropout", 1024): (1, 2, None, 1),
     ("gate_backward", 512): (2, 4, 4, 4),
     ("gate_backward", 1024): (1, 4, 4, 4),
-    ("gate_backward_dropout", 512): (2, 2, 8, 4),
+    ("gate_backward_dropout", 512): (2, 2, 6, 3),
     ("gate_backward_dropout", 1024): (1, 4, 4, 4),
 }
 
