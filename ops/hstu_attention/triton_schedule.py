@@ -164,10 +164,17 @@ def _schedule_kernel(
 def _check(contextuals_ptr, candidates_ptr, users, num_users, start, length, num_rows, max_seq_len):
     is_user = users < num_users
     taken = length * 0
+    least = taken
     if contextuals_ptr is not None:
-        taken += tl.load(contextuals_ptr + users, mask=is_user, other=0).to(tl.int32)
+        count = tl.load(contextuals_ptr + users, mask=is_user, other=0).to(tl.int32)
+        taken += count
+        least = tl.minimum(least, count)
     if candidates_ptr is not None:
-        taken += tl.load(candidates_ptr + users, mask=is_user, other=0).to(tl.int32)
+        count = tl.load(candidates_ptr + users, mask=is_user, other=0).to(tl.int32)
+        taken += count
+        least = tl.minimum(least, count)
+    tl.device_assert((users > 0) | (start == 0), "hstu_attention: seq_offsets must start at 0")
+    tl.device_assert(least >= 0, "hstu_attention: counts must not be negative")
     tl.device_assert(length >= 0, "hstu_attention: seq_offsets must not fall")
     tl.device_assert(start + length <= num_rows, "hstu_attention: seq_offsets pass the rows of q")
     tl.device_assert(length <= max_seq_len, "hstu_attention: a sequence is longer than max_seq_len")

@@ -347,12 +347,15 @@ def test_the_device_checks_what_the_host_cannot_see(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("ops.hstu_attention.checks._check_values", lambda *_: None)
     monkeypatch.setattr("ops.hstu_attention.checks.check_offsets", lambda *_, **__: None)
     inputs = make_inputs(Case((5, 4), (0, 0), (3, 0)))
-    for change in (
-        {"max_seq_len": 4},
-        {"num_candidates": torch.tensor([0, 5])},
-        {"seq_offsets": torch.tensor([0, 5, 12])},
-    ):
-        with pytest.raises(Exception, match=r"longer than max_seq_len|than tokens|pass the rows"):
+    monkeypatch.setattr("ops.hstu_attention.checks.check_counts", lambda *_, **__: None)
+    for message, change in {
+        "longer than max_seq_len": {"max_seq_len": 4},
+        "than tokens": {"num_candidates": torch.tensor([0, 5])},
+        "pass the rows": {"seq_offsets": torch.tensor([0, 5, 12])},
+        "start at 0": {"seq_offsets": torch.tensor([1, 5, 9])},
+        "not be negative": {"num_candidates": torch.tensor([0, -1])},
+    }.items():
+        with pytest.raises(Exception, match=message):
             attend(inputs[0], inputs[1] | change, inputs[2], "triton")
 
 
