@@ -5,15 +5,19 @@ each call: on a CPU beside a GPU that costs as much as a small kernel runs. `lau
 first such call returned, by what Triton specialises on (taken more finely than Triton does).
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.backends.nvidia.driver import make_tensordesc_arg
 
+_MAX_ENCODINGS = 4096
 _compiled: dict[tuple[Any, ...], Any] = {}
+_encodings: dict[tuple[Any, ...], list[Any]] = {}
 
 
 def launch(
@@ -37,10 +41,53 @@ def launch(
     if compiled is None:
         _compiled[key] = kernel[grid](*values, **options)
         return
-    # as Triton's own launch ends, less its hooks for profilers that nobody has set
     stream = triton.runtime.driver.active.get_current_stream(device)
+    _launch_again(compiled)((*grid, 1, 1)[:3], stream, values)
+
+
+@cache
+def _launch_again(compiled: Any) -> Callable[[tuple[int, ...], int, list[Any]], None]:
+    """What Triton's launcher does with these arguments, less its hooks for profilers.
+
+    Triton encodes a descriptor for TMA in every launch; here one that was seen stays encoded.
+    """
+    run = compiled.run
     metadata = (compiled.packed_metadata, None, None, None)
-    compiled.run(*(*grid, 1, 1)[:3], stream, compiled.function, *metadata, *values)
+    inner = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+    has_scratch = run.global_scratch_size or run.profile_scratch_size
+    if not inner or has_scratch or None in inner["tensordesc_meta"]:
+        return lambda grid, stream, values: run(
+            *grid, stream, compiled.function, *metadata, *values
+        )
+    encodings = {
+        index: (encoding, repr(encoding))
+        for index, encoding in zip(
+            sorted(inner["tensordesc_indices"]), inner["tensordesc_meta"], strict=True
+        )
+    }
+    fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata)
+
+    def again(grid: tuple[int, ...], stream: int, values: list[Any]) -> None:
+        arguments = []
+        for index, value in enumerate(values):
+            if index in encodings:
+                arguments += _encoded(value, *encodings[index])
+            else:
+                arguments.append(value)
+        inner["launcher"](*grid, stream, *fixed, *arguments)
+
+    return again
+
+
+def _encoded(descriptor: Any, encoding: Any, name: str) -> list[Any]:
+    """The arguments that stand for a tensor descriptor; they depend on nothing but the key."""
+    key = (descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, name)
+    arguments = _encodings.get(key)
+    if arguments is None:
+        if len(_encodings) >= _MAX_ENCODINGS:
+            _encodings.clear()
+        arguments = _encodings[key] = make_tensordesc_arg(descriptor, encoding)
+    return arguments
 
 
 @cache
