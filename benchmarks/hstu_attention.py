@@ -315,15 +315,18 @@ def kernel_ms(run: Callable[[], Any], *, repeats: int = 15) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
-def wall_ms(run: Callable[[], Any], *, repeats: int = 30) -> float:
-    """Wall clock of one call when calls follow each other."""
+def wall_ms(run: Callable[[], Any], *, repeats: int = 30, rounds: int = 7) -> float:
+    """Wall clock of one call when calls follow each other; median of some rounds of them."""
     run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats * 1e3
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / repeats * 1e3)
+    return statistics.median(times)
 
 
 def ceilings() -> dict[str, float]:
