@@ -12,7 +12,7 @@ Arithmetic in FP32. First derivatives only.
 # ruff: noqa: ANN001, ANN201  a kernel's arguments are device values without a Python type
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -23,6 +23,9 @@ from torch.autograd.function import once_differentiable
 from ops.norm.triton_rows import INTERPRETED, check_rows, num_processors
 from ops.norm.triton_sums import sum_partials
 from ops.triton_launch import launch
+
+if TYPE_CHECKING:
+    from ops.silu_split.triton_fp8 import GradientTarget
 
 _MAX_COLUMNS = 256  # of a tile
 _TILE_BYTES = 4096  # 16 entries a thread in half precision
@@ -38,10 +41,13 @@ def silu_split(
     linear_dim: int,
     bias_X: Tensor | None,
     activates_u: bool,
+    gradient_target: "GradientTarget | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return u, v, q, k of silu(uvqk + bias); see `ops.silu_split.silu_split`."""
     check_rows("silu_split", uvqk_TX, 1)  # columns are cut into tiles, so any width runs
-    return _SiluSplit.apply(uvqk_TX, bias_X, num_heads, attention_dim, linear_dim, activates_u)
+    return _SiluSplit.apply(
+        uvqk_TX, bias_X, num_heads, attention_dim, linear_dim, activates_u, gradient_target
+    )
 
 
 class _SiluSplit(torch.autograd.Function):
@@ -54,11 +60,13 @@ class _SiluSplit(torch.autograd.Function):
         attention_dim: int,
         linear_dim: int,
         activates_u: bool,
+        gradient_target: "GradientTarget | None",
     ) -> tuple[Tensor, ...]:
         uvqk = uvqk.contiguous()
         ctx.save_for_backward(uvqk, bias)
         ctx.dims = (num_heads, linear_dim, attention_dim)
         ctx.activates_u = activates_u
+        ctx.gradient_target = gradient_target
         ctx.set_materialize_grads(False)
         num_rows = uvqk.shape[0]
         widths = [linear_dim, linear_dim, attention_dim, attention_dim]
@@ -100,8 +108,16 @@ class _SiluSplit(torch.autograd.Function):
             _walkable(grad, uvqk, num_heads, width)
             for grad, width in zip(grads, widths, strict=True)
         ]
-        duvqk, dbias = _launch_backward(uvqk, bias, parts, ctx.dims, ctx.activates_u)
-        return duvqk, dbias, None, None, None, None
+        target = ctx.gradient_target
+        if target is not None and uvqk.shape[0]:
+            from ops.silu_split.triton_fp8 import silu_backward_cast
+
+            duvqk, dbias = silu_backward_cast(
+                uvqk, bias, parts, ctx.dims, activates_u=ctx.activates_u, target=target
+            )
+        else:
+            duvqk, dbias = _launch_backward(uvqk, bias, parts, ctx.dims, ctx.activates_u)
+        return duvqk, dbias, None, None, None, None, None
 
 
 def _launch_backward(
