@@ -14,10 +14,12 @@ from data.batch import negatives_feature
 from data.dataset import FeatureFacts
 from model.ranking import RankingTrunk
 from model.retrieval import RetrievalTrunk
-from model.trunk import SequenceModel
+from model.trunk import SequenceModel, Trunk
 from modules.embedding import ReplicatedTables, ShardedTables, TableSpec
 from modules.hstu_config import HSTUConfig
 from modules.hstu_stack import HSTUStack
+from modules.linear.plan import attach_engines, format_plan, plan_linears, warnings_of
+from modules.linear.recipe import LinearRecipe
 from modules.losses import RankingObjective, SampledSoftmax, Similarity
 from modules.mlp import MLP
 from modules.negatives import InBatchNegatives
@@ -110,7 +112,8 @@ def build_model(
     The trunk is on the CPU, where its weights are drawn; sharded tables have no rows yet.
 
     Raises:
-        NotImplementedError, ValueError: the kernel backend cannot run here.
+        NotImplementedError, ValueError: the kernel backend cannot run here, or FP8 is asked for and
+            no linear can run in it.
     """
     specs = table_specs(experiment, facts)
     parts = _trunk_parts(experiment, facts, specs, device_type=device_type)
@@ -118,7 +121,20 @@ def build_model(
         trunk = _ranking_trunk(experiment, facts, parts)
     else:
         trunk = _retrieval_trunk(experiment, facts, parts, device_type=device_type)
+    _attach_fp8(trunk, experiment)
     return SequenceModel(ShardedTables([s for s in specs if s.is_sharded]), trunk), specs
+
+
+def _attach_fp8(trunk: Trunk, experiment: ExperimentArgs) -> None:
+    """Give the linears that run in FP8 their engines; say what runs how."""
+    recipe = LinearRecipe.from_args(experiment.precision)
+    if recipe is None:
+        return
+    plan = plan_linears(experiment)
+    logger.info("linears:\n%s", format_plan(plan, recipe))
+    for text in warnings_of(plan, experiment):
+        logger.warning(text)
+    attach_engines(trunk, plan, recipe)
 
 
 def item_table(specs: Sequence[TableSpec], facts: FeatureFacts) -> TableSpec:

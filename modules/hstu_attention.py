@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from modules.hstu_config import HSTUConfig
 from modules.jagged_sequence import JaggedSequence
+from modules.linear.sink import GradientSink
 from ops.hstu_attention import hstu_attention
 from ops.silu_split import RecomputedActivation, silu_split
 
@@ -33,6 +34,7 @@ class HSTUAttention(nn.Module):
         sequence: JaggedSequence,
         *,
         bias_X: Tensor | None = None,
+        gradient_target: GradientSink | None = None,
         recomputed: RecomputedActivation | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return attn_THV and u_THV in the dtype of uvqk.
@@ -43,6 +45,7 @@ class HSTUAttention(nn.Module):
             uvqk_TX: X = num_heads * 2 * (linear_dim + attention_dim), head-major [u | v | q | k].
             sequence: offsets, counts and times; its values are not read.
             bias_X: added to uvqk first (`NormLinear.left_bias`).
+            gradient_target: takes uvqk's gradient in FP8 (`modules.linear.sink`).
             recomputed: entered by the caller; told of SiLU's output, so that it is not kept.
         """
         config = self.config
@@ -55,7 +58,7 @@ class HSTUAttention(nn.Module):
             activates_u=bias_X is None,
             backend=config.elementwise_backend,
         )
-        u_THV, v_THV, q_THA, k_THA = activate(uvqk_TX)
+        u_THV, v_THV, q_THA, k_THA = activate(uvqk_TX, gradient_target=gradient_target)
         if recomputed is not None:
             rows = uvqk_TX.detach()
             recomputed.watch(v_THV, lambda: activate(rows)[1])

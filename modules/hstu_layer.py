@@ -8,6 +8,7 @@ from modules.hstu_attention import HSTUAttention
 from modules.hstu_config import HSTUConfig
 from modules.jagged_sequence import JaggedSequence
 from modules.linear import GatedNormLinear, NormLinear
+from modules.linear.sink import gradient_sink
 from ops.silu_split import RecomputedActivation
 
 
@@ -51,7 +52,11 @@ class HSTULayer(nn.Module):
             recomputed = RecomputedActivation()
         with recomputed or contextlib.nullcontext():
             attn_THV, u_THV = self.attention(
-                uvqk_TX, sequence, bias_X=bias_X, recomputed=recomputed
+                uvqk_TX,
+                sequence,
+                bias_X=bias_X,
+                gradient_target=gradient_sink(uvqk_TX),
+                recomputed=recomputed,
             )
             out_TD = self.output(attn_THV, u_THV, residual_TD, u_bias_HV=u_bias_HV)
         return sequence.with_values(out_TD)

@@ -1,9 +1,11 @@
-"""The prediction head: a small multi-layer perceptron that runs in FP32."""
+"""The prediction head: a small multi-layer perceptron that runs in FP32, in FP8 where asked to."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from modules.linear.engine import LinearEngine
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU}
 
@@ -45,7 +47,32 @@ class MLP(nn.Module):
                 layers += [_ACTIVATIONS[activation](), nn.Dropout(dropout)]
             in_features = width
         self.layers = nn.Sequential(*layers)
+        self.engines = nn.ModuleDict()
+
+    def attach(self, index: int, engine: LinearEngine) -> None:
+        """Run the linear `layers[index]` by an FP8 engine."""
+        self.engines[str(index)] = engine
+
+    def engine_of(self, linear: nn.Linear) -> LinearEngine | None:
+        """Return what runs a linear of `layers` in FP8, None for nothing."""
+        return self._engine_at(list(self.layers).index(linear))
 
     def forward(self, x_ED: Tensor) -> Tensor:
         """Logits of shape (E, widths[-1]), float32, whatever the dtype of ``x_ED``."""
-        return self.layers(x_ED.to(torch.float32))
+        x = x_ED.to(torch.float32)
+        if not self.engines:
+            return self.layers(x)
+        for index, layer in enumerate(self.layers):
+            engine = self._engine_at(index)
+            if engine is not None and engine.is_active and isinstance(layer, nn.Linear):
+                x = engine.linear(x, layer.weight, layer.bias)
+            else:
+                x = layer(x)
+        return x
+
+    def _engine_at(self, index: int) -> LinearEngine | None:
+        if str(index) not in self.engines:
+            return None
+        engine = self.engines[str(index)]
+        assert isinstance(engine, LinearEngine)
+        return engine

@@ -1,13 +1,15 @@
 """The linear layers of an HSTU layer, fused with what stands around them.
 
-Parameters are float32 and the arithmetic runs in the dtype of the rows. Padding that a kernel needs
-would live inside these modules: T rows in, T rows out, T = 0 included.
+Parameters are float32 and the arithmetic runs in the dtype of the rows, or in FP8 where an engine
+is attached (`modules.linear.plan`). Padding that a kernel needs lives inside: T rows in, T rows
+out, T = 0 included.
 """
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from modules.linear.engine import LinearEngine
 from modules.linear.fused import GatedNormLinearFunction, NormLinearFunction
 from ops.gated_norm import gated_norm
 from ops.norm import is_triton, layer_norm
@@ -37,8 +39,10 @@ class NormLinear(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(hidden_size, eps=eps)
         self.uvqk = nn.Linear(hidden_size, out_features)
+        self.backend = backend
         self.uses_triton = is_triton(backend)
         self.recompute_norm = recompute_norm
+        self.engine: LinearEngine | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -62,6 +66,15 @@ class NormLinear(nn.Module):
         one pass.
         """
         norm = self.norm
+        if self.engine is not None and self.engine.is_active:
+            return self.engine.norm_linear(
+                x_TD,
+                norm,
+                weight=self.uvqk.weight,
+                bias=None if self.uses_triton else self.uvqk.bias,
+                backend=self.backend,
+                recompute_norm=self.recompute_norm,
+            )
         if self.uses_triton:
             return NormLinearFunction.apply(
                 x_TD,
@@ -106,7 +119,9 @@ class GatedNormLinear(nn.Module):
         self.norm = nn.LayerNorm(in_features, eps=eps)
         self.proj = nn.Linear(in_features, hidden_size)
         self.dropout = dropout
+        self.backend = backend
         self.uses_triton = is_triton(backend)
+        self.engine: LinearEngine | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -124,6 +139,18 @@ class GatedNormLinear(nn.Module):
         """
         norm, proj = self.norm, self.proj
         dropout = self.dropout if self.training else 0.0
+        if self.engine is not None and self.engine.is_active:
+            return self.engine.gated_norm_linear(
+                attn_THV,
+                u_THV,
+                x_TD,
+                norm=norm,
+                weight=proj.weight,
+                bias=proj.bias,
+                u_bias_HV=u_bias_HV,
+                dropout=dropout,
+                backend=self.backend,
+            )
         if self.uses_triton:
             return GatedNormLinearFunction.apply(
                 attn_THV,
