@@ -49,6 +49,8 @@ def _inert_in_trainer(trainer: TrainerArgs) -> dict[str, str]:
             f"TrainerArgs.profile_step_start = {trainer.profile_step_start} comes after the last "
             f"step, TrainerArgs.max_train_iters = {trainer.max_train_iters}"
         )
+    if trainer.nonfinite_policy == "stop":
+        inert["nonfinite_budget"] = "nonfinite_policy is 'stop'"
     if trainer.early_stopping_metric is None:
         inert["early_stopping_patience"] = "early_stopping_metric is None"
     if trainer.ckpt_save_interval == 0:

@@ -120,6 +120,11 @@ class MixedPrecisionArgs(CheckedArgs):
     fp8_eval: bool = False
     """Evaluation runs in FP8 too."""
 
+    fp8_log_interval: PositiveInt | None = None
+    """Steps between records in fp8.jsonl and TensorBoard: of every FP8 linear's operands the amax,
+    the scale and which share is rounded to zero or saturates. None = never; the steps between are
+    not slowed down."""
+
     @property
     def has_fp8_linears(self) -> bool:
         """Linears are asked to run in FP8."""
@@ -158,6 +163,7 @@ class MixedPrecisionArgs(CheckedArgs):
                 "MixedPrecisionArgs.linear_scaling_precision",
                 "MixedPrecisionArgs.hstu_attn_quantization_mode",
             )
+        self._check_formats()
         recipes = RECIPES_OF_BACKEND[self.linear_backend]
         if self.has_fp8_linears and self.linear_recipe not in recipes:
             others = [repr(n) for n, has in RECIPES_OF_BACKEND.items() if self.linear_recipe in has]
@@ -165,6 +171,22 @@ class MixedPrecisionArgs(CheckedArgs):
                 f"MixedPrecisionArgs.linear_recipe must be one of {', '.join(recipes)} with "
                 f"linear_backend = {self.linear_backend!r}, got {self.linear_recipe!r}; choose one "
                 f"of these or set linear_backend = {' or '.join(others)}",
+                "MixedPrecisionArgs.linear_recipe",
+                "MixedPrecisionArgs.linear_backend",
+            )
+
+    def _check_formats(self) -> None:
+        is_native_blockwise = (self.linear_backend, self.linear_recipe) == ("native", "blockwise")
+        if (
+            self.has_fp8_linears
+            and is_native_blockwise
+            and self.linear_scaling_precision == "hybrid"
+        ):
+            raise ConfigError(
+                "MixedPrecisionArgs.linear_scaling_precision must be 'e4m3' with linear_backend = "
+                "'native' and linear_recipe = 'blockwise', got 'hybrid'; products with a scale a "
+                "block exist for E4M3 alone: set 'e4m3', or linear_backend = 'te'",
+                "MixedPrecisionArgs.linear_scaling_precision",
                 "MixedPrecisionArgs.linear_recipe",
                 "MixedPrecisionArgs.linear_backend",
             )

@@ -62,8 +62,13 @@ class TrainerArgs(CheckedArgs):
     early_stopping_patience: PositiveInt = 5
     """Evaluations in a row without improvement after which training ends."""
 
-    nonfinite_policy: Literal["stop"] = "stop"
-    """On a loss or gradient that is not finite: stop before anything is updated."""
+    nonfinite_policy: Literal["stop", "skip"] = "stop"
+    """On a loss, gradient or FP8 amax that is not finite, before anything is updated. stop: end
+    the run. skip: go on with the next step, nonfinite_budget times in a run; a skipped step counts
+    as a step."""
+
+    nonfinite_budget: PositiveInt = 10
+    """Steps that a run may skip; the next one that is not finite ends it."""
 
     profile: bool = False
     """Write a profiler trace of the steps below."""

@@ -175,9 +175,24 @@ REFUSALS = {
         ["NetworkArgs.kernel_backend", "triton", "auto"],
     ),
     "package missing": ({"NetworkArgs.kernel_backend": "cutlass"}, ["cutlass", "hstu", "auto"]),
-    "FP8 not built": (
+    "FP8 linears on a CPU": (
         {"MixedPrecisionArgs.mixed_precision_dtype": "fp8"},
-        ["MixedPrecisionArgs.mixed_precision_dtype", "fp8", "None"],
+        ['linear_backend = "te"', "CUDA", "'cpu'", 'linear_backend = "emulated"', "= None"],
+    ),
+    "FP8 linears with no width for it": (
+        {
+            "MixedPrecisionArgs.mixed_precision_dtype": "fp8",
+            "MixedPrecisionArgs.linear_backend": "emulated",
+            "NetworkArgs.hidden_size": 36,
+        },
+        ["stack.layers.0.input.uvqk", "36", "16", "MixedPrecisionArgs.linear_recipe = None"],
+    ),
+    "FP8 attention": (
+        {
+            "MixedPrecisionArgs.mixed_precision_dtype": "fp8",
+            "MixedPrecisionArgs.hstu_attn_quantization_mode": "per_head",
+        },
+        ["MixedPrecisionArgs.hstu_attn_quantization_mode", "per_head", "'bf16'"],
     ),
     "prefetch": ({"TrainerArgs.pipeline_type": "prefetch"}, ["prefetch", "native"]),
     "shuffler": (

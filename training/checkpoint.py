@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to go on exactly, published whole or not at all.
 
     checkpoints/step-00000700/
-        *.distcp, .metadata     torch.distributed.checkpoint: weights, optimizers, RNG streams
+        *.distcp, .metadata     torch.distributed.checkpoint: weights, optimizers, FP8 scales, RNG
         operative_config.gin    the settings of the run that wrote it
         state.json              format version, step, data position, versions, sizes of the files
     checkpoints/best            with early stopping: a link to the best one so far
@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed import DistributedModelParallel
 
+from training.checkpoint_tensors import cause_of, fp8_tensors, load_with_fp8
 from training.distributed import World
 from training.optimizer import RunOptimizer
 
@@ -146,6 +147,7 @@ class Checkpointer:
         run: Path,
         data_state: Mapping[str, Any],
         early_stopping: Mapping[str, Any] | None = None,
+        num_skipped: int = 0,
     ) -> Path:
         """Writes ``folder/step-N`` and drops the oldest ones there; collective.
 
@@ -160,6 +162,7 @@ class Checkpointer:
             "run": str(run.resolve()),
             "data": dict(data_state),
             "early_stopping": early_stopping,
+            "num_skipped": num_skipped,
             "world_size": self._world.world_size,
             "device_type": self._world.device.type,
             "torch_version": torch.__version__,
@@ -167,7 +170,8 @@ class Checkpointer:
         }
         try:
             self._on_main(lambda: _prepare(folder, aside), final)
-            self._agreed(lambda: dcp.save(self._tensors(), checkpoint_id=str(aside)), final)
+            tensors = self._tensors() | fp8_tensors(self._model)
+            self._agreed(lambda: dcp.save(tensors, checkpoint_id=str(aside)), final)
             self._on_main(lambda: self._publish(aside, final, state), final)
         except CheckpointError:
             if self._world.is_main:
@@ -184,7 +188,7 @@ class Checkpointer:
         try:
             action()
         except (OSError, CheckpointException) as error:
-            failure = _cause(error)
+            failure = cause_of(error)
         failures: list[str] = [failure]
         if self._world.world_size > 1:
             failures = [""] * self._world.world_size
@@ -247,14 +251,14 @@ class Checkpointer:
                 state["device_type"],
                 *here,
             )
-        _load(tensors, checkpoint)
+        load_with_fp8(self._model, tensors, checkpoint)
         self._optimizer.load_dense_state(tensors["dense_optimizer"])
         if "rng" in tensors:
             _set_rng(tensors["rng"][str(self._world.rank)], self._world.device)
         return state
 
     def _tensors(self) -> dict[str, Any]:
-        """All tensors of the run. Those of weights and table optimizers are the live ones."""
+        """What a load fills: the live weights and table optimizers, copies of the rest."""
         return {
             "model": self._model.state_dict(),
             "table_optimizer": self._optimizer.tables.state_dict()["state"],
@@ -264,13 +268,13 @@ class Checkpointer:
 
 
 def load_weights(model: DistributedModelParallel, checkpoint: Path) -> None:
-    """Restores tables and dense weights only, for evaluation or a warm start.
+    """Restores tables, dense weights and FP8 scales, for evaluation or a warm start.
 
     Raises:
         ValueError: see ``read_state``; RuntimeError: a weight is missing or has another shape.
     """
     read_state(checkpoint)
-    _load({"model": model.state_dict()}, checkpoint)
+    load_with_fp8(model, {"model": model.state_dict()}, checkpoint)
 
 
 def adopt(checkpoint: Path, folder: Path, *, run: Path) -> None:
@@ -322,27 +326,6 @@ def _prepare(folder: Path, aside: Path) -> None:
         else:
             replaced.rename(final)
     aside.mkdir(parents=True)
-
-
-def _cause(error: BaseException) -> str:
-    """What went wrong, out of torch's collection of what went wrong on which rank."""
-    if isinstance(error, CheckpointException):
-        for failure, _ in error.failures.values():
-            if isinstance(failure, KeyboardInterrupt):
-                raise failure
-            return f"{type(failure).__name__}: {failure}".splitlines()[0]
-    return f"{type(error).__name__}: {error}"
-
-
-def _load(tensors: dict[str, Any], checkpoint: Path) -> None:
-    try:
-        dcp.load(tensors, checkpoint_id=str(checkpoint))
-    except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
-        cause = _cause(error)
-        raise RuntimeError(
-            f"{checkpoint} cannot be loaded ({cause}); its files are damaged or belong to another "
-            "model; name another checkpoint"
-        ) from error
 
 
 def _rng(device: torch.device) -> torch.Tensor:

@@ -50,9 +50,10 @@ def check_built(experiment: ExperimentArgs) -> None:
     tables = dataset.embedding_args or ()
     dynamic = [table.table_name for table in tables if isinstance(table, DynamicEmbeddingArgs)]
     refusals = {
-        f"MixedPrecisionArgs.mixed_precision_dtype = {precision.mixed_precision_dtype!r}": (
-            precision.mixed_precision_dtype is not None,
-            "None",
+        f"MixedPrecisionArgs.hstu_attn_quantization_mode = "
+        f"{precision.hstu_attn_quantization_mode!r}": (
+            precision.has_fp8_attention,
+            "'bf16'",
         ),
         f"TensorModelParallelArgs.tensor_model_parallel_size = "
         f"{parallel.tensor_model_parallel_size}": (parallel.tensor_model_parallel_size > 1, "1"),
@@ -76,9 +77,16 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
 
     Raises:
         NotImplementedError: a kernel backend, optimizer or precision that cannot run here.
+        RuntimeError: FP8 linears without their hardware or package.
+        ValueError: FP8 linears are asked for, and no linear can be one.
     """
+    from modules.linear.plan import plan_linears
     from ops.hstu_attention.dispatch import refuse_unavailable
     from training.optimizer import resolve_table_optimizer
+    from training.precision import check_precision
+
+    check_precision(experiment, device_type=device_type)
+    plan_linears(experiment)
 
     # Only refused here: what "auto" picks depends on more, and is said when the model is built.
     refusal = refuse_unavailable(

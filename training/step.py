@@ -8,8 +8,10 @@ backward starts. The graph is therefore cut at the embedding output:
     lookup <- [cut]                           phase 2: the cut's gradients enter the tables
     dense optimizer step
 
-A step whose flag is down changes nothing: no row, no parameter, no optimizer state.
-Pipelines decide when a step runs, never what it does.
+A step whose flag is down changes nothing: no row, no parameter, no optimizer state, no FP8 scale.
+It ends the run, or is skipped (`training.nonfinite`): its batch is used up, its number is given
+away. Maxima of FP8 operands are recorded in phase 1 and become scales after the flag
+(`training.fp8_step`). Pipelines decide when a step runs, never what it does.
 
 With gradient accumulation, phase 1 takes the users of the batch in parts, one forward and
 backward after the other, so that the activations of one part exist at a time. The lookup, the
@@ -17,6 +19,7 @@ number of labels and what all positions share (negatives) belong to the whole ba
 gradient does, too.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,13 +32,14 @@ from torch.profiler import record_function
 from data.batch import BatchPart, SequenceBatch
 from model.trunk import SequenceModel
 from modules.embedding import lookup_results
+from modules.linear.watch import OperandFigures
 from training.distributed import SummedGradients, gather_rows, sum_over_ranks_
+from training.fp8_step import Fp8Step
+from training.nonfinite import NonFiniteError, SkipBudget
 from training.optimizer import RunOptimizer
 from training.trace import WAIT_NAME
 
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient was NaN or infinite; weights and optimizer state are unchanged."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +48,15 @@ class StepResult:
 
     Attributes:
         step: number of the step, from 1.
-        loss: summed loss over the number of labels of all ranks.
+        loss: summed loss over the number of labels of all ranks; NaN, as the norm, if skipped.
         num_labels: labels in the loss.
         grad_norm: L2 norm of dense gradients and gradients at the cut together, unclipped.
         num_tokens, num_samples: tokens and users processed.
         learning_rate: of the dense optimizer in this step.
+        num_skipped: steps of the run skipped so far, this one included.
+        is_skipped: it was not finite and has changed nothing.
+        ideal_seconds: what its matrix products would take at peak, summed over ranks; 0 where
+            nobody asked.
     """
 
     step: int
@@ -58,6 +66,9 @@ class StepResult:
     num_tokens: int
     num_samples: int
     learning_rate: float
+    num_skipped: int = 0
+    is_skipped: bool = False
+    ideal_seconds: float = 0.0
 
 
 class TrainStep:
@@ -69,6 +80,11 @@ class TrainStep:
         clip_grad: largest allowed gradient norm (as in ``StepResult.grad_norm``), or None.
         num_parts: parts in which the users of a batch are computed; divides the batch size.
         num_steps: steps already done, after a resume.
+        budget: steps that may be skipped; None = the first one that is not finite ends the run.
+        fp8_watch_interval: steps between looks at the operands of FP8 linears, None = never.
+        ideal_seconds: of this rank's share of a batch, at the device's peak; None = not counted.
+
+    After a step that was watched, ``fp8_operands`` says what the cast did to them over all ranks.
     """
 
     def __init__(
@@ -79,13 +95,20 @@ class TrainStep:
         clip_grad: float | None = None,
         num_parts: int = 1,
         num_steps: int = 0,
+        budget: SkipBudget | None = None,
+        fp8_watch_interval: int | None = None,
+        ideal_seconds: Callable[[SequenceBatch], float] | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._clip_grad = clip_grad
         self._num_parts = num_parts
         self._dense: dict[str, nn.Parameter] = dict(self._model.trunk.named_parameters())
+        self._fp8 = Fp8Step(model.trunk, watch_interval=fp8_watch_interval)
+        self._ideal_seconds = ideal_seconds
+        self.budget = budget or SkipBudget()
         self.num_steps = num_steps
+        self.fp8_operands: tuple[OperandFigures, ...] = ()
 
     def __call__(
         self, batch: SequenceBatch, *, meanwhile: Callable[[], None] | None = None
@@ -98,7 +121,8 @@ class TrainStep:
                 phase 1 is queued, right before the wait.
 
         Raises:
-            NonFiniteError: on every rank, naming the step, the ranks and the first bad tensor.
+            NonFiniteError: on every rank, naming the step, the ranks and the first bad tensor;
+                not while the budget lasts.
         """
         step = self.num_steps + 1
         learning_rate = self._optimizer.begin_step(step)
@@ -106,7 +130,8 @@ class TrainStep:
             parameter.grad = None
         rows = lookup_results(self._model.tables(batch.features))
         cut = {name: values.detach().requires_grad_() for name, values in rows.items()}
-        loss_sum, num_labels, own_square = self._backward_to_cut(batch, cut)
+        with self._fp8.phase_one(step):
+            loss_sum, num_labels, own_square = self._backward_to_cut(batch, cut)
 
         dense = [_gradient(parameter) for parameter in self._dense.values()]
         at_cut = [_gradient(values) for values in cut.values()]
@@ -123,20 +148,19 @@ class TrainStep:
         if meanwhile is not None:
             meanwhile()
         figures = finite_flag_wait(rows_of_ranks)
-        if not all(math.isfinite(value) for row in figures for value in row):
-            raise NonFiniteError(self._describe(step, figures, loss_sum, cut))
-
-        loss, _, cut_square, labels, tokens, samples = (
+        loss, _, cut_square, labels, tokens, samples, *ideal = (
             sum(column) for column in zip(*(row[1:] for row in figures), strict=True)
         )
-        grad_norm = math.sqrt(figures[0][2] + cut_square)
-        summed.write_back()
-        if self._clip_grad is not None and grad_norm > self._clip_grad:
-            torch._foreach_mul_(dense + at_cut, self._clip_grad / grad_norm)
-        if rows:
-            torch.autograd.backward(list(rows.values()), at_cut)
-        self._optimizer.step()
+        is_skipped = not all(math.isfinite(value) for row in figures for value in row)
+        if is_skipped:
+            self._give_up(self._cause(step, figures, loss_sum, cut))
+            loss = grad_norm = math.nan
+        else:
+            grad_norm = math.sqrt(figures[0][2] + cut_square)
+            summed.write_back()
+            self._update(rows, at_cut, dense, grad_norm=grad_norm)
         self.num_steps = step
+        self.fp8_operands = self._fp8.figures()
         return StepResult(
             step=step,
             loss=loss / max(labels, 1),
@@ -145,7 +169,43 @@ class TrainStep:
             num_tokens=int(tokens),
             num_samples=int(samples),
             learning_rate=learning_rate,
+            num_skipped=self.budget.num_skipped,
+            is_skipped=is_skipped,
+            ideal_seconds=float(sum(ideal)),
         )
+
+    def _update(
+        self,
+        rows: dict[str, Tensor],
+        at_cut: list[Tensor],
+        dense: list[Tensor],
+        *,
+        grad_norm: float,
+    ) -> None:
+        """Phase 2: clips, sends the cut's gradients into the tables, steps, sets new scales."""
+        if self._clip_grad is not None and grad_norm > self._clip_grad:
+            torch._foreach_mul_(dense + at_cut, self._clip_grad / grad_norm)
+        if rows:
+            torch.autograd.backward(list(rows.values()), at_cut)
+        self._optimizer.step()
+        self._fp8.commit()
+
+    def _give_up(self, cause: str) -> None:
+        """Puts FP8 state back; skips the step with a message while the budget lasts.
+
+        Raises:
+            NonFiniteError: it does not.
+        """
+        self._fp8.undo()
+        if not self.budget.take():
+            raise NonFiniteError(f"{cause}; {self.budget.advice(self.num_steps)}")
+        if dist.get_rank() == 0:
+            logger.warning(
+                "%s: skipped (%d of TrainerArgs.nonfinite_budget = %d), nothing has changed",
+                cause,
+                self.budget.num_skipped,
+                self.budget.size,
+            )
 
     def _backward_to_cut(
         self, batch: SequenceBatch, cut: dict[str, Tensor]
@@ -166,7 +226,8 @@ class TrainStep:
             values.grad = torch.zeros_like(values)
         for part in batch.split(self._num_parts):
             # A whole batch uses the cut itself: its gradients need no zeros and no addition.
-            output = trunk(part.batch, _rows_of(part, cut) if in_parts else cut, shared)
+            with self._fp8.region():
+                output = trunk(part.batch, _rows_of(part, cut) if in_parts else cut, shared)
             (output.loss_sum / num_labels.clamp(min=1)).backward()
             loss_sum += output.loss_sum.detach()
         if shared is None:
@@ -190,9 +251,9 @@ class TrainStep:
     ) -> Tensor:
         """What the step is judged by, still on the device: a row from every rank, float64.
 
-        Columns: own health (not finite if this rank's loss or gradients are not, before any
-        mixing of ranks), loss sum, squared norms of the summed dense gradients and of the
-        gradients at the cut, labels, tokens, samples.
+        Columns: own health (not finite if this rank's loss, gradients or FP8 maxima are not,
+        before any mixing of ranks), loss sum, squared norms of the summed dense gradients and of
+        the gradients at the cut, labels, tokens, samples, ideal seconds if they are counted.
         """
         loss_sum = loss_sum.double()
         cut_square = _square_sum(at_cut, like=loss_sum)
@@ -200,50 +261,57 @@ class TrainStep:
         if own_square is None:
             own_square = dense_square + cut_square
         is_mixed = summed.gradients is not dense
-        host_side = [loss_sum.new_full((), n) for n in (batch.num_tokens, batch.num_samples)]
+        counts: list[float] = [batch.num_tokens, batch.num_samples]
+        if self._ideal_seconds is not None:
+            counts.append(self._ideal_seconds(batch))
         row = torch.stack(
             [
-                loss_sum + own_square,
+                self._fp8.with_health(loss_sum + own_square),
                 loss_sum,
                 _square_sum(summed.gradients, like=loss_sum) if is_mixed else dense_square,
                 cut_square,
                 num_labels.double(),
-                *host_side,
+                *(loss_sum.new_full((), count) for count in counts),
             ]
         )
         return gather_rows(row)
 
-    def _describe(
+    def _cause(
         self,
         step: int,
         figures: list[list[float]],
         loss_sum: Tensor,
         cut: dict[str, Tensor],
     ) -> str:
-        """Message for a bad step; collective, like every path that all ranks take."""
-        first_bad = "the sum over ranks"
-        if not torch.isfinite(loss_sum):
-            first_bad = "the loss"
-        else:
-            named = list(self._dense.items()) + [
-                (f"embeddings of {name}", values) for name, values in cut.items()
-            ]
-            for name, tensor in named:
-                if tensor.grad is not None and not torch.isfinite(tensor.grad).all():
-                    first_bad = f"the gradient of {name}"
-                    break
+        """What is wrong with a bad step; collective, like every path that all ranks take."""
         firsts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(firsts, first_bad)
+        dist.all_gather_object(firsts, self._first_bad(loss_sum, cut))
         bad_ranks = [r for r, row in enumerate(figures) if not math.isfinite(row[0])]
         where = (
             "; ".join(f"rank {rank}: {firsts[rank]}" for rank in bad_ranks)
             or "overflow in the sum over ranks"
         )
-        return (
-            f"step {step} is not finite ({where}); weights, tables and optimizer state are as "
-            f"after step {step - 1}. Lower OptimizerArgs.learning_rate or set "
-            "OptimizerArgs.clip_grad, and resume from the last checkpoint"
-        )
+        return f"step {step} is not finite ({where})"
+
+    def _first_bad(self, loss_sum: Tensor, cut: dict[str, Tensor]) -> str:
+        """What is not finite on this rank: the first of loss and gradients, and the first operand
+        of an FP8 linear, in the order they run."""
+        gradients = list(self._dense.items()) + [
+            (f"embeddings of {name}", values) for name, values in cut.items()
+        ]
+        first_bad = ""
+        if not torch.isfinite(loss_sum):
+            first_bad = "the loss"
+        else:
+            for name, tensor in gradients:
+                if tensor.grad is not None and not torch.isfinite(tensor.grad).all():
+                    first_bad = f"the gradient of {name}"
+                    break
+        operand = self._fp8.first_bad()
+        if operand is not None:
+            named = f"FP8 operand {operand}"
+            return f"{first_bad}, first in {named}" if first_bad else named
+        return first_bad or "the sum over ranks"
 
 
 def finite_flag_wait(rows_of_ranks: Tensor) -> list[list[float]]:

@@ -1,11 +1,14 @@
-"""What a run tells: metrics.jsonl, TensorBoard, and the terminal. Only rank 0 writes."""
+"""What a run tells: metrics.jsonl, fp8.jsonl on request, TensorBoard, and the terminal.
+
+Only rank 0 writes.
+"""
 
 import json
 import logging
 import math
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,6 +19,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from modules.linear.watch import OperandFigures
 from training.distributed import World
 from training.step import StepResult
 
@@ -56,7 +60,8 @@ class Telemetry:
     """Records of a run; a context manager that closes its files.
 
     Args:
-        folder: run folder, which holds metrics.jsonl and tensorboard/.
+        folder: run folder, which holds metrics.jsonl, fp8.jsonl where operands of FP8 linears are
+            watched, and tensorboard/.
         world: only rank 0 writes; the other ranks' calls do nothing.
         num_steps: steps of the whole run, for the progress bar.
         first_step: steps already done; later records of an interrupted run are dropped, so that
@@ -76,13 +81,20 @@ class Telemetry:
     ) -> None:
         self._world = world
         self._num_steps = num_steps
+        self._folder = folder
         self._interval: list[StepResult] = []
         self._seconds = 0.0
         self._progress: Progress | None = None
         if not world.is_main:
             return
         path = folder / "metrics.jsonl"
-        _forget_records_after(path, first_step, num_steps=num_steps, names_best=names_best)
+
+        def is_told_again(record: Mapping[str, object]) -> bool:
+            is_final = record["step"] == num_steps and record["split"] != "train"
+            return is_final and (not names_best or "best_step" in record)
+
+        _forget_records_after(path, first_step, is_told_again)
+        _forget_records_after(folder / "fp8.jsonl", first_step)
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
         if _CONSOLE.is_terminal:
@@ -124,21 +136,51 @@ class Telemetry:
             )
 
     def log_training(self) -> None:
-        """Writes a training record over the steps since the last one; nothing if there are none."""
+        """Writes a training record over the steps since the last one; nothing if there are none.
+
+        mfu is there where the device's peak is known (`training.flops`), num_skipped once a step
+        of the run was skipped.
+        """
         if not self._interval:
             return
         steps, seconds = self._interval, max(self._seconds, 1e-9)
-        num_labels = sum(step.num_labels for step in steps)
+        taken = [step for step in steps if not step.is_skipped]
+        num_labels = sum(step.num_labels for step in taken)
+        loss_sum = sum(step.loss * step.num_labels for step in taken) if taken else math.nan
         figures = {
-            "loss": sum(step.loss * step.num_labels for step in steps) / max(num_labels, 1),
+            "loss": loss_sum / max(num_labels, 1),
             "tokens_per_s": sum(step.num_tokens for step in steps) / seconds,
             "samples_per_s": sum(step.num_samples for step in steps) / seconds,
             "lr": steps[-1].learning_rate,
-            "grad_norm": steps[-1].grad_norm,
+            "grad_norm": taken[-1].grad_norm if taken else math.nan,
             "peak_mem_bytes": peak_memory_bytes(self._world.device),
         }
+        ideal_seconds = sum(step.ideal_seconds for step in steps)
+        if ideal_seconds > 0:
+            figures["mfu"] = ideal_seconds / self._world.world_size / seconds
+        if steps[-1].num_skipped > 0:
+            figures["num_skipped"] = steps[-1].num_skipped
         self._interval, self._seconds = [], 0.0
         self.record(steps[-1].step, "train", figures)
+
+    def record_operands(self, step: int, operands: Sequence[OperandFigures]) -> None:
+        """Writes a line to fp8.jsonl for each operand of each FP8 linear, and to TensorBoard."""
+        if not operands or not self._world.is_main:
+            return
+        with (self._folder / "fp8.jsonl").open("a", encoding="utf-8") as file:
+            for one in operands:
+                values = {
+                    "amax": one.amax,
+                    "scale": one.scale,
+                    "underflow_percent": one.underflow_percent,
+                    "saturated_percent": one.saturated_percent,
+                }
+                names = {"step": step, "module": one.module, "operand": one.operand}
+                file.write(to_json(names | values) + "\n")
+                for key, value in values.items():
+                    self._tensorboard.add_scalar(
+                        f"fp8_{key}/{one.module}.{one.operand}", value, step
+                    )
 
     def record(self, step: int, split: str, figures: Mapping[str, float]) -> None:
         """Writes one record to metrics.jsonl, TensorBoard and the log.
@@ -176,7 +218,11 @@ def to_json(figures: Mapping[str, object]) -> str:
     )
 
 
-def _forget_records_after(path: Path, last_step: int, *, num_steps: int, names_best: bool) -> None:
+def _forget_records_after(
+    path: Path,
+    last_step: int,
+    is_told_again: Callable[[Mapping[str, object]], bool] = lambda record: False,
+) -> None:
     """Takes back what a resumed run is going to write again."""
     if not path.exists():
         return
@@ -186,9 +232,7 @@ def _forget_records_after(path: Path, last_step: int, *, num_steps: int, names_b
         if not line.endswith("\n"):
             break  # cut short by a crash
         record = json.loads(line)
-        is_final = record["step"] == num_steps and record["split"] != "train"
-        is_final = is_final and (not names_best or "best_step" in record)
-        if record["step"] <= last_step and not is_final:
+        if record["step"] <= last_step and not is_told_again(record):
             kept.append(line)
     aside = path.with_suffix(".aside")
     aside.write_text("".join(kept), encoding="utf-8")

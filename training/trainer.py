@@ -17,6 +17,7 @@ from configs.schema import ExperimentArgs
 from data.batch import SequenceBatch
 from data.loader import Datasets
 from model.build import build_model
+from modules.linear.recipe import LinearRecipe
 from training.checkpoint import (
     Checkpointer,
     adopt,
@@ -28,9 +29,12 @@ from training.checkpoint import (
 from training.distributed import World, from_main
 from training.early_stopping import early_stopping
 from training.evaluate import build_evaluator
+from training.flops import ideal_seconds_of
 from training.folds import FOLDS, fold_loader, open_datasets
+from training.nonfinite import SkipBudget
 from training.optimizer import RunOptimizer, fuse_table_optimizer, resolve_table_optimizer
 from training.pipeline import Pipeline, build_pipeline
+from training.precision import fp8_autocast
 from training.profile import StepProfiler
 from training.run_folder import (
     checkpoint_folder,
@@ -96,6 +100,7 @@ class Trainer:
             operative_config=experiment_to_gin(experiment),
             keep_last=trainer.ckpt_keep_last,
         )
+        self.skips = SkipBudget.of(trainer)
         self.first_step = self._restore()
         if self.early_stopping is not None:
             self.early_stopping.check(self.evaluate("validation", max_batches=1))
@@ -153,6 +158,7 @@ class Trainer:
         if self.early_stopping is not None:
             self.early_stopping.load_state_dict(state.get("early_stopping"))
             self._check_best(self.checkpoint)
+        self.skips.num_skipped = state.get("num_skipped", 0)
         self.checkpointer.load(self.checkpoint)
         logger.info("resumed %s after step %d", self.checkpoint, state["step"])
         return int(state["step"])
@@ -193,7 +199,11 @@ class Trainer:
 
     def evaluate(self, fold: str, *, max_batches: int | None = None) -> dict[str, float]:
         """Loss and metrics of "validation" or "test" with the present weights."""
-        return self.evaluator(self.loaders[fold], max_batches=max_batches)
+        precision = self.experiment.precision
+        recipe = LinearRecipe.from_args(precision) if precision.fp8_eval else None
+        # Without gradients: a library that scales when its region is left then lets scales be.
+        with torch.no_grad(), fp8_autocast(recipe):
+            return self.evaluator(self.loaders[fold], max_batches=max_batches)
 
     def fit(self) -> dict[str, float]:
         """Trains to the last step, saves, and returns the figures of the test fold.
@@ -202,18 +212,13 @@ class Trainer:
         ``best_step`` is one of them.
 
         Raises:
-            NonFiniteError: at the first step that is not finite, before it changed anything.
+            NonFiniteError: at a step that is not finite, before it changed anything: the first, or
+                with ``nonfinite_policy = "skip"`` the first after the budget.
             CheckpointError: a checkpoint could not be written.
             RuntimeError: the run folder cannot be used.
         """
         trainer = self.experiment.trainer
-        step = TrainStep(
-            self.model.module,
-            self.optimizer,
-            clip_grad=self.experiment.optimizer.clip_grad,
-            num_parts=trainer.gradient_accumulation_steps,
-            num_steps=self.first_step,
-        )
+        step = self._train_step()
         pipeline = build_pipeline(
             trainer.pipeline_type,
             step,
@@ -237,7 +242,7 @@ class Trainer:
                 StepProfiler(trainer, folder, world=self.world, first_step=self.first_step)
             )
             for last_step, segment in self._segments():
-                self._run_segment(segment, pipeline, telemetry, profiler)
+                self._run_segment(segment, pipeline, step, telemetry=telemetry, profiler=profiler)
                 if step.num_steps != last_step:
                     raise RuntimeError(
                         f"the data ended after step {step.num_steps}, where batches up to step "
@@ -247,10 +252,26 @@ class Trainer:
                 self._after_segment(step.num_steps, telemetry)
             return self._finish(step.num_steps, telemetry)
 
+    def _train_step(self) -> TrainStep:
+        return TrainStep(
+            self.model.module,
+            self.optimizer,
+            clip_grad=self.experiment.optimizer.clip_grad,
+            num_parts=self.experiment.trainer.gradient_accumulation_steps,
+            num_steps=self.first_step,
+            budget=self.skips,
+            fp8_watch_interval=self.experiment.precision.fp8_log_interval,
+            ideal_seconds=ideal_seconds_of(
+                self.model.module.trunk, self.experiment, device=self.world.device
+            ),
+        )
+
     def _run_segment(
         self,
         segment: Iterator[SequenceBatch],
         pipeline: Pipeline,
+        step: TrainStep,
+        *,
         telemetry: Telemetry,
         profiler: StepProfiler,
     ) -> None:
@@ -262,6 +283,7 @@ class Trainer:
                 except StopIteration:
                     return
                 telemetry.step(result, seconds=time.perf_counter() - begin)
+            telemetry.record_operands(result.step, step.fp8_operands)
             profiler.step(result.step)
             is_last = result.step == self.num_steps
             if result.step % self.experiment.trainer.log_interval == 0 or is_last:
@@ -331,6 +353,7 @@ class Trainer:
             run=self.folder,
             data_state=self.loaders["train"].state_dict(),
             early_stopping=None if stopping is None else stopping.state_dict(),
+            num_skipped=self.skips.num_skipped,
         )
 
     def _validates(self) -> bool:

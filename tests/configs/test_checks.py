@@ -37,6 +37,9 @@ HEAD = "RankingArgs.prediction_head_arch"
             "TrainerArgs.process_group_timeout_seconds = 0",
             ["TrainerArgs.process_group_timeout_seconds", "> 0, got 0"],
         ),
+        ("TrainerArgs.nonfinite_policy = 'ignore'", ["nonfinite_policy", "'stop'", "'skip'"]),
+        ("TrainerArgs.nonfinite_budget = 0", ["TrainerArgs.nonfinite_budget", ">= 1, got 0"]),
+        (FP8 + "fp8_log_interval = 0", ["fp8_log_interval", ">= 1", "got 0"]),
         ("TrainerArgs.early_stopping_metric = 'acu'", ["'acu'", "did you mean 'auc'?"]),
         ("DatasetArgs.like_threshold = 1", ["DatasetArgs.like_threshold", "(1, 5]", "got 1"]),
         ("DatasetArgs.like_threshold = 5.5", ["(1, 5]", "got 5.5"]),
@@ -181,6 +184,9 @@ def test_recipes_of_each_linear_backend(
 ) -> None:
     for recipe in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"):
         lines = FP8 + f"linear_backend = '{backend}'\nMixedPrecisionArgs.linear_recipe = '{recipe}'"
+        if (backend, recipe) == ("native", "blockwise"):
+            assert "must be 'e4m3'" in refusal(lines)
+            lines += "\nMixedPrecisionArgs.linear_scaling_precision = 'e4m3'"
         if recipe in recipes:
             assert load(lines).precision.linear_recipe == recipe
         else:

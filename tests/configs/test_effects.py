@@ -17,6 +17,8 @@ FP8 = 'MixedPrecisionArgs.mixed_precision_dtype = "fp8"\nMixedPrecisionArgs.'
             "TrainerArgs.profile_step_start = 11 comes after the last step, "
             "TrainerArgs.max_train_iters = 10",
         ),
+        ("TrainerArgs.nonfinite_budget = 3", "nonfinite_budget = 3", "nonfinite_policy is 'stop'"),
+        ("MixedPrecisionArgs.fp8_log_interval = 5", "fp8_log_interval", "dtype is None"),
         ("TensorModelParallelArgs.sequence_parallel = True", "sequence_parallel", "size is 1"),
         ("NetworkArgs.num_time_buckets = 9", "num_time_buckets", "use_time_bias is False"),
         ("NetworkArgs.embedding_backend = 'x'", "embedding_backend", "servers"),
@@ -47,6 +49,7 @@ def test_field_without_effect_warns_once(
         "MixedPrecisionArgs.linear_recipe = 'tensorwise'",
         FP8 + "linear_recipe = 'delayed'\nMixedPrecisionArgs.margin = 1",
         "TrainerArgs.early_stopping_metric = 'gauc'",
+        "TrainerArgs.nonfinite_policy = 'skip'\nTrainerArgs.nonfinite_budget = 3",
     ],
 )
 def test_default_or_working_field_does_not_warn(

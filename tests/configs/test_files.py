@@ -1,5 +1,6 @@
 """Every shipped gin file, and files in the style of comparable trainers, load and round-trip."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ def test_there_are_files() -> None:
         "movielens_20m_ranking.gin",
         "movielens_retrieval.gin",
         "benchmark_ranking.gin",
+        "movielens_ranking_fp8.gin",
+        "movielens_retrieval_fp8.gin",
+        "benchmark_ranking_fp8.gin",
     }
     assert len(LOOK_ALIKES) == 6
 
@@ -43,6 +47,19 @@ def test_operative_config_rebuilds_the_run(path: Path, tmp_path) -> None:
     assert rebuilt == experiment
     assert rebuilt.output_dir == f"runs/{path.stem}"
     assert experiment_to_gin(rebuilt) == text
+
+
+@pytest.mark.parametrize("name", ["movielens_ranking", "movielens_retrieval"])
+def test_fp8_files_differ_in_precision_alone(name: str) -> None:
+    """So that their figures can be laid beside those of the plain files."""
+    task = "retrieval" if "retrieval" in name else "ranking"
+    plain = load_experiment(CONFIGS / f"{name}.gin", task=task)
+    fp8 = load_experiment(CONFIGS / f"{name}_fp8.gin", task=task)
+    assert fp8.precision.has_fp8_linears
+    network = dataclasses.replace(fp8.network, dtype_str=plain.network.dtype_str)
+    changed = {"network": network, "precision": plain.precision, "trainer": plain.trainer}
+    assert dataclasses.replace(fp8.trainer, output_dir=plain.output_dir) == plain.trainer
+    assert dataclasses.replace(fp8, **changed) == plain
 
 
 def test_operative_config_forgets_how_the_run_was_started(tmp_path) -> None:

@@ -36,9 +36,15 @@ def dynamic_items(experiment: ExperimentArgs) -> ExperimentArgs:
 
 
 NOT_BUILT = {
-    "fp8": (
-        lambda e: dataclasses.replace(e, precision=MixedPrecisionArgs(mixed_precision_dtype="fp8")),
-        "MixedPrecisionArgs.mixed_precision_dtype = 'fp8' is not built yet; what runs: None",
+    "fp8 attention": (
+        lambda e: dataclasses.replace(
+            e,
+            precision=MixedPrecisionArgs(
+                mixed_precision_dtype="fp8", hstu_attn_quantization_mode="per_head"
+            ),
+        ),
+        "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per_head' is not built yet; "
+        "what runs: 'bf16'",
     ),
     "tensor parallel": (
         lambda e: dataclasses.replace(
@@ -65,6 +71,19 @@ def test_a_feature_not_built_is_refused_with_what_runs(run_folder: str, case: st
     check_built(plain)
     with pytest.raises(NotImplementedError, match=message):
         check_built(change(plain))
+
+
+@pytest.mark.parametrize("backend", ["te", "native"])
+def test_fp8_linears_are_built_but_not_for_a_cpu(run_folder: str, backend: str) -> None:
+    precision = MixedPrecisionArgs(mixed_precision_dtype="fp8", linear_backend=backend)
+    experiment = dataclasses.replace(synthetic_experiment(run_folder), precision=precision)
+    check_built(experiment)
+    with pytest.raises(
+        RuntimeError, match=rf'{backend}.*needs a CUDA.*linear_backend = "emulated"'
+    ):
+        check_machine(experiment, device_type="cpu")
+    emulated = dataclasses.replace(precision, linear_backend="emulated")
+    check_machine(dataclasses.replace(experiment, precision=emulated), device_type="cpu")
 
 
 @pytest.mark.parametrize(
