@@ -1,0 +1,190 @@
+"""The comparison of precisions: its cells, its rules by hand, and one small run of the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.precision_cells import (
+    BASELINE,
+    Cell,
+    all_cells,
+    check_linears,
+    precision_bindings,
+    read_results,
+)
+from benchmarks.precision_report import compare, failures, plot, table
+from configs.precision_schema import RECIPES_OF_BACKEND
+from tests.support.commands import run_command
+
+
+def cell(precision: str, seed: int = 1, setting: str = "ml-100k") -> Cell:
+    return Cell(setting=setting, num_steps=1000, precision=precision, seed=seed)
+
+
+def result(loss: float, auc: float, **changes: Any) -> dict[str, Any]:
+    plain = {
+        "is_finite": True,
+        "failure": "",
+        "test": {"loss": loss, "auc": auc},
+        "steps": [500, 1000],
+        "losses": [1.0, loss],
+    }
+    return plain | changes
+
+
+def test_cells_are_those_of_the_comparison() -> None:
+    cells = all_cells()
+    assert len(set(cells)) == len(cells)
+    for setting in ("ml-100k", "planted"):
+        for precision in (BASELINE, "te-tensorwise", "native-tensorwise", "native-delayed"):
+            seeds = [c.seed for c in cells if c == cell(precision, c.seed, setting)]
+            assert seeds == [1, 2, 3, 4, 5]
+    once = [c for c in cells if c.num_steps == 300]
+    assert {c.seed for c in once} == {1}
+    for setting in {c.setting for c in once}:
+        assert BASELINE in {c.precision for c in once if c.setting == setting}
+    tried = {tuple(c.precision.split("-")[:2]) for c in cells} - {(BASELINE,)}
+    hopper = {(b, r) for b in ("te", "native") for r in RECIPES_OF_BACKEND[b] if r != "mxfp8"}
+    assert tried == hopper
+
+
+@pytest.mark.parametrize("setting", ["ml-100k", "planted", "narrow", "retrieval"])
+def test_a_cell_is_its_baseline_but_for_the_linears(setting: str) -> None:
+    plain = cell(BASELINE, 3, setting).experiment("folder")
+    fp8 = cell("native-delayed-e4m3", 3, setting).experiment("folder")
+    assert fp8.precision.has_fp8_linears and not fp8.precision.auto_filter_small
+    assert fp8.precision.linear_scaling_precision == "e4m3"
+    assert (fp8.trainer, fp8.dataset, fp8.network) == (plain.trainer, plain.dataset, plain.network)
+    assert plain.network.dtype_str == "bfloat16"
+    assert plain.trainer.seed == 3 and plain.trainer.max_train_iters == 1000
+
+
+def test_one_setting_is_the_users_shape() -> None:
+    network = cell(BASELINE, setting="narrow").experiment("folder").network
+    assert (network.hidden_size, network.kv_channels, network.num_layers) == (128, 128, 1)
+
+
+def test_another_backend_runs_each_recipe_once() -> None:
+    cells = all_cells(num_seeds=2, num_steps=4, num_steps_once=4, backend="emulated")
+    assert {c.precision.split("-")[0] for c in cells} == {BASELINE, "emulated"}
+    assert len(set(cells)) == len(cells)
+    assert any("emulated" in line for line in precision_bindings(cells[-1].precision))
+
+
+def test_a_linear_that_is_not_in_fp8_fails_the_cell() -> None:
+    row = {"precision": "FP8", "engine": "native-delayed"}
+    names = ["stack.layers.0.input.uvqk", "stack.layers.0.output.proj"]
+    rows = [row | {"module": name} for name in names]
+    check_linears(cell("native-delayed-e4m3"), rows, num_layers=1)
+    for wrong in ({"precision": "BF16"}, {"engine": "none"}, {"engine": "native-tensorwise"}):
+        with pytest.raises(RuntimeError, match=r"stack.layers.0.output.proj must run in FP8"):
+            check_linears(cell("native-delayed"), [rows[0], rows[1] | wrong], num_layers=1)
+    with pytest.raises(RuntimeError, match=r"stack.layers.1.input.uvqk"):
+        check_linears(cell("native-delayed"), rows, num_layers=2)
+    with pytest.raises(RuntimeError, match=r"must run in BF16 by none"):
+        check_linears(cell(BASELINE), rows, num_layers=1)
+
+
+def pairs(losses: list[float], aucs: list[float]) -> dict[Cell, dict[str, Any]]:
+    """BF16 at loss 1 and AUC 0.7 beside the figures given, a seed each."""
+    found = {}
+    for seed, (loss, auc) in enumerate(zip(losses, aucs, strict=True), 1):
+        found[cell(BASELINE, seed)] = result(1.0, 0.7)
+        found[cell("native-delayed", seed)] = result(loss, auc)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("losses", "aucs", "least", "holds"),
+    [
+        ([1.0, 1.0], [0.7, 0.7], -0.002, True),
+        ([1.018, 1.0], [0.7, 0.7], -0.002, True),
+        ([1.022, 1.0], [0.7, 0.7], -0.002, False),
+        ([0.97, 1.0], [0.7, 0.7], -0.002, False),
+        ([1.0, 1.0], [0.6981, 0.6981], -0.002, True),
+        ([1.0, 1.0], [0.6979, 0.6979], -0.002, False),
+        # differences -0.01, 0: s = 0.01 / sqrt(2), 2 s / sqrt(2) = 0.01
+        ([1.0, 1.0], [0.69, 0.7], -0.01, True),
+        ([1.0], [0.6], None, True),
+    ],
+)
+def test_rules_by_hand(
+    losses: list[float], aucs: list[float], least: float | None, holds: bool
+) -> None:
+    found = compare(pairs(losses, aucs), "native-delayed")
+    assert found is not None
+    assert found.num_seeds == len(losses)
+    assert found.loss_change == pytest.approx(sum(losses) / len(losses) - 1)
+    assert found.quality_difference == pytest.approx(sum(aucs) / len(aucs) - 0.7)
+    assert found.least_difference == (None if least is None else pytest.approx(least))
+    assert found.holds == holds
+
+
+def test_a_run_that_is_not_finite_does_not_hold() -> None:
+    found = pairs([1.0, 1.0], [0.7, 0.7])
+    bad = {"is_finite": False, "failure": "step 7 is not finite", "test": {}}
+    found[cell("native-delayed", 2)] = result(1.0, 0.7, **bad)
+    compared = compare(found, "native-delayed")
+    assert compared is not None and not compared.holds
+    text, all_hold = table(found)
+    assert not all_hold and "**no**" in text
+    assert failures(found) == ["ml-100k.1000.native-delayed.2: step 7 is not finite"]
+    assert math.isnan(compared.loss)
+
+
+def test_seeds_without_a_pair_do_not_count() -> None:
+    found = pairs([1.0, 5.0], [0.7, 0.1])
+    del found[cell(BASELINE, 2)]
+    compared = compare(found, "native-delayed")
+    assert compared is not None and compared.num_seeds == 1 and compared.loss == 1.0
+    assert compare(found, "te-delayed") is None
+
+
+def test_the_plot_is_a_picture_of_all_curves() -> None:
+    found = pairs([1.0, 1.0], [0.7, 0.7]) | {
+        cell(BASELINE, setting="planted"): result(0.5, 0.8),
+        cell("te-delayed", setting="planted"): result(math.nan, 0.8, is_finite=False),
+    }
+    root = ElementTree.fromstring(plot(found))
+    assert len(root.findall(".//{*}polyline")) == 3
+    assert "nan" not in plot(found)
+
+
+def test_the_command_runs_what_is_missing_and_nothing_twice(tmp_path: Path) -> None:
+    folder = tmp_path / "cells"
+    command = [
+        sys.executable, "scripts/compare_precision.py", "--backend", "emulated", "--steps", "2",
+        "--seeds", "1", "--jobs", "2", "--only", "planted.2.bf16", "--results", str(folder),
+        "--report", str(tmp_path), "--limit-seconds", "1",
+    ]  # fmt: skip
+    started = run_command(command, timeout_seconds=60)
+    assert started.returncode == 1
+    assert "not finished in time" in started.stdout
+    (folder / "planted.2.bf16.1.json").write_text(json.dumps(stored(2)))
+    again = run_command([*command, "--report-only"], timeout_seconds=60)
+    assert again.returncode == 0, again.stderr
+    assert "| bf16 | 1 | yes | 0.5000 |" in (tmp_path / "compare_precision.md").read_text()
+    assert (tmp_path / "compare_precision.svg").read_text().startswith("<svg")
+
+
+def stored(num_steps: int) -> dict[str, Any]:
+    from benchmarks.precision_cells import settings_key
+
+    one = Cell(setting="planted", num_steps=num_steps, precision=BASELINE, seed=1)
+    return result(0.5, 0.8, settings=settings_key(one), device="none")
+
+
+def test_results_of_other_settings_do_not_count(tmp_path: Path) -> None:
+    one = Cell(setting="planted", num_steps=2, precision=BASELINE, seed=1)
+    path = tmp_path / f"{one.name}.json"
+    path.write_text(json.dumps(stored(2)))
+    assert list(read_results(tmp_path, [one])) == [one]
+    path.write_text(json.dumps(stored(3)))
+    assert read_results(tmp_path, [one]) == {}
