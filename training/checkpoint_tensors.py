@@ -60,8 +60,8 @@ def _fp8_of(checkpoint: Path) -> dict[str, Tensor]:
 
 def _tell(model: nn.Module, state: dict[str, Tensor], checkpoint: Path) -> None:
     engines = [module for module in model.modules() if isinstance(module, LinearEngine)]
-    delayed = [engine.name for engine in engines if engine.recipe.scaling == "delayed"]
-    fresh = [name for name in delayed if not any(key.startswith(f"{name}.") for key in state)]
+    delayed = [engine for engine in engines if engine.recipe.scaling == "delayed"]
+    fresh = [one.name for one in delayed if f"{one.name}.{one.scale_entry}" not in state]
     if fresh:
         logger.info(
             "%s has no scales of %d of %d FP8 linears, the first %s: they start afresh",

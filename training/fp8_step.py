@@ -1,6 +1,6 @@
 """FP8 state around a step: judged with it, committed after it, or as it was before it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -46,14 +46,8 @@ class Fp8Step:
         interval = self._watch_interval
         is_watched = interval is not None and step % interval == 0
         self._watch = Watch() if is_watched else None
-        for engine in self._engines:
-            engine.hold_weights(True)
-        try:
-            with self._watch or nullcontext():
-                yield
-        finally:
-            for engine in self._engines:
-                engine.hold_weights(False)
+        with weights_held(self._engines), self._watch or nullcontext():
+            yield
 
     def with_health(self, health: Tensor) -> Tensor:
         """The figure a rank is judged by; NaN where a recorded maximum is not finite."""
@@ -65,11 +59,14 @@ class Fp8Step:
         """The first operand of this rank whose maximum is not finite; waits for the device."""
         return None if self._state is None else self._state.first_bad()
 
-    def commit(self) -> None:
-        """Turns maxima into scales after a good step. Collective; the host does not wait."""
+    def commit(self, *, num_labels: float) -> None:
+        """Turns maxima into scales after a good step. Collective; the host does not wait.
+
+        num_labels: of all ranks.
+        """
         self._snapshots = []
         if self._state is not None:
-            self._state.commit()
+            self._state.commit(had_gradients=num_labels > 0)
 
     def undo(self) -> None:
         """Leaves state as it was before the step."""
@@ -90,6 +87,18 @@ class Fp8Step:
         of_ranks: list[list[OperandFigures]] = [[] for _ in range(world_size)]
         dist.all_gather_object(of_ranks, own)
         return merged(of_ranks)
+
+
+@contextmanager
+def weights_held(engines: Sequence[LinearEngine]) -> Iterator[None]:
+    """Around what changes no weight: each is cast once in it."""
+    for engine in engines:
+        engine.hold_weights(True)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.hold_weights(False)
 
 
 def merged(of_ranks: list[list[OperandFigures]]) -> tuple[OperandFigures, ...]:

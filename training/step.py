@@ -159,6 +159,7 @@ class TrainStep:
             grad_norm = math.sqrt(figures[0][2] + cut_square)
             summed.write_back()
             self._update(rows, at_cut, dense, grad_norm=grad_norm)
+            self._fp8.commit(num_labels=labels)
         self.num_steps = step
         self.fp8_operands = self._fp8.figures()
         return StepResult(
@@ -182,13 +183,12 @@ class TrainStep:
         *,
         grad_norm: float,
     ) -> None:
-        """Phase 2: clips, sends the cut's gradients into the tables, steps, sets new scales."""
+        """Phase 2: clips, sends the cut's gradients into the tables, steps."""
         if self._clip_grad is not None and grad_norm > self._clip_grad:
             torch._foreach_mul_(dense + at_cut, self._clip_grad / grad_norm)
         if rows:
             torch.autograd.backward(list(rows.values()), at_cut)
         self._optimizer.step()
-        self._fp8.commit()
 
     def _give_up(self, cause: str) -> None:
         """Puts FP8 state back; skips the step with a message while the budget lasts.

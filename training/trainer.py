@@ -17,6 +17,7 @@ from configs.schema import ExperimentArgs
 from data.batch import SequenceBatch
 from data.loader import Datasets
 from model.build import build_model
+from modules.linear.engine import LinearEngine
 from modules.linear.recipe import LinearRecipe
 from training.checkpoint import (
     Checkpointer,
@@ -31,6 +32,7 @@ from training.early_stopping import early_stopping
 from training.evaluate import build_evaluator
 from training.flops import ideal_seconds_of
 from training.folds import FOLDS, fold_loader, open_datasets
+from training.fp8_step import weights_held
 from training.nonfinite import SkipBudget
 from training.optimizer import RunOptimizer, fuse_table_optimizer, resolve_table_optimizer
 from training.pipeline import Pipeline, build_pipeline
@@ -202,7 +204,8 @@ class Trainer:
         precision = self.experiment.precision
         recipe = LinearRecipe.from_args(precision) if precision.fp8_eval else None
         # Without gradients: a library that scales when its region is left then lets scales be.
-        with torch.no_grad(), fp8_autocast(recipe):
+        engines = [one for one in self.model.modules() if isinstance(one, LinearEngine)]
+        with torch.no_grad(), fp8_autocast(recipe), weights_held(engines):
             return self.evaluator(self.loaders[fold], max_batches=max_batches)
 
     def fit(self) -> dict[str, float]:

@@ -24,7 +24,8 @@ class NormLinear(nn.Module):
         eps: of the norm.
         backend: "pytorch" or "triton", of what is not a matrix product.
         recompute_norm: while training, compute the normalised rows again in the backward pass
-            instead of keeping them; the matrix product is not run again.
+            instead of keeping them; the matrix product is not run again, but by an FP8 engine that
+            has no fused norm (native rowwise and blockwise, emulated).
     """
 
     def __init__(

@@ -50,6 +50,8 @@ class LinearEngine(nn.Module, ABC):
         self.__dict__["state"] = state
 
     state: Fp8State | None
+    scale_entry = "scale"
+    """Name under which a checkpoint holds delayed scales for such an engine."""
 
     @property
     def is_active(self) -> bool:

@@ -68,25 +68,31 @@ class Fp8State(nn.Module):
         amax = self.amax[self.slot(name, operand)]
         amax.copy_(torch.maximum(amax, magnitude.float()))
 
-    def commit(self, group: dist.ProcessGroup | None = None) -> None:
+    def commit(self, group: dist.ProcessGroup | None = None, *, had_gradients: bool = True) -> None:
         """Make history and scales of the recorded maxima. Collective; the host does not wait.
 
         An operand whose maxima are all zero keeps its scale.
 
         Args:
             group: ranks that hold parts of the same tensors, or replicas; None: all.
+            had_gradients: False for a step without a label on any rank: its output gradients were
+                all zero, and scales of 1 for what was never seen would flush what comes next.
         """
         if dist.is_initialized() and dist.get_world_size(group) > 1:
             dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=group)
         if self.recipe.history_len > 1:
             self.history.copy_(self.history.roll(1, 0))
         self.history[0].copy_(self.amax)
+        self.rescale()
+        self.amax.zero_()
+        self.is_warm |= had_gradients
+
+    def rescale(self) -> None:
+        """Make scales of the history by this recipe; one without maxima stays as it is."""
         uses_newest = self.recipe.amax_compute_algo == "most_recent"
         amax = self.history[0] if uses_newest else self.history.amax(0)
         scale = scale_from_amax(amax, self.fp8_max, margin=self.recipe.margin)
         self.scale.copy_(torch.where(amax > 0, scale, self.scale))
-        self.amax.zero_()
-        self.is_warm = True
 
     def discard(self) -> None:
         """Forget the maxima of the step under way."""
@@ -136,8 +142,8 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Set what `fp8_state_dict` gave, where it fits; everything else starts fresh.
 
     Modules that the model does not run in FP8 are ignored. A history of another length is cut, or
-    filled with zeros. The model counts as warm only if every module was found: a single scale of 1
-    could flush what it is used for.
+    filled with zeros; scales are made of it by this model's recipe. The model counts as warm only
+    if every module was found: a single scale of 1 could flush what it is used for.
     """
     from modules.linear.engine import LinearEngine
 
@@ -158,13 +164,16 @@ def _load(target: Fp8State, state: Mapping[str, Tensor]) -> None:
     target.amax.zero_()
     target.history.zero_()
     target.scale.fill_(1.0)
-    found = [name for name in target.names if f"{name}.scale" in state]
+    found = [
+        name for name in target.names if f"{name}.scale" in state and f"{name}.history" in state
+    ]
     for name in found:
         at = target.slot(name, "x")
         history = state[f"{name}.history"]
         rows = min(len(history), len(target.history))
         target.history[:rows, at : at + 3].copy_(history[:rows])
         target.scale[at : at + 3].copy_(state[f"{name}.scale"])
+    target.rescale()  # the file's may be of another format, margin or length
     target.is_warm = len(found) == len(target.names) > 0
 
 

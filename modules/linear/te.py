@@ -33,7 +33,7 @@ from modules.linear.engine import LinearEngine
 from modules.linear.fused import weight_gradient
 from modules.linear.recipe import LinearRecipe
 from modules.linear.watch import is_watched, observe
-from ops.quantize import Quantized, quantize
+from ops.quantize import FP8_MAX, Quantized, quantize
 
 _BROKEN = (ImportError, RuntimeError, OSError, AssertionError)
 """What importing an absent, empty or half installed Transformer Engine raises."""
@@ -57,6 +57,7 @@ class TeEngine(LinearEngine):
     what Transformer Engine keeps of the rows is their FP8 copy.
     """
 
+    scale_entry = "scale_fwd"
     _module: Any = None
     _pending: Mapping[str, Tensor] | None = None
 
@@ -122,9 +123,13 @@ class TeEngine(LinearEngine):
 
         A scale has one entry for each of input, weight, output or output's gradient, input's
         gradient. Row 0 of a history (history_len, entries) is the step under way, the last row the
-        last step.
+        last step. largest_bwd (1,): of the gradients' format, which scale_bwd is for.
         """
-        return self.snapshot()
+        state = self.snapshot()
+        if "scale_bwd" in state and "largest_bwd" not in state:
+            largest = FP8_MAX[self.recipe.grad_dtype]
+            state["largest_bwd"] = state["scale_bwd"].new_full((1,), largest)
+        return state
 
     def load_fp8_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set what `fp8_state_dict` gave, also of another history_len; empty: fresh scales."""
@@ -139,6 +144,9 @@ class TeEngine(LinearEngine):
             with torch.no_grad():
                 meta.scale.copy_(state.get(f"scale_{suffix}", meta.scale.new_ones(())))
                 _copy_history(state.get(f"history_{suffix}"), meta.amax_history)
+                if suffix == "bwd" and "largest_bwd" in state:  # the file's format may be another
+                    largest = FP8_MAX[self.recipe.grad_dtype]
+                    meta.scale.mul_(largest / state["largest_bwd"].to(meta.scale))
 
     def _state(self) -> Mapping[str, Tensor]:
         """The live tensors; what is still to be loaded; or nothing."""

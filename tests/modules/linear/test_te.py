@@ -270,6 +270,26 @@ def test_state_travels_into_another_run(te: SimpleNamespace, length: int, is_bui
     assert torch.equal(found[-newest:], layer.engine.fp8_state_dict()["history_fwd"][-newest:])
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_gradient_scales_of_another_format_are_converted(
+    te: SimpleNamespace, is_built: bool
+) -> None:
+    layer = Layer(scaling="delayed")
+    layer.step(rows(16))
+    saved = layer.engine.fp8_state_dict()
+    other = Layer(scaling="delayed", grad_dtype=torch.float8_e4m3fn)
+    if is_built:
+        other.step(rows(16))
+    other.engine.load_fp8_state_dict(saved)
+    # a file written before the first step still says which format its scales are for
+    other.engine.load_fp8_state_dict(other.engine.fp8_state_dict())
+    if not is_built:
+        other.engine._module_for(other.proj.weight, other.proj.bias)
+    found = other.engine.fp8_state_dict()
+    torch.testing.assert_close(found["scale_bwd"], saved["scale_bwd"] * 448 / 57344)
+    assert torch.equal(found["scale_fwd"], saved["scale_fwd"])
+
+
 def test_only_delayed_scaling_has_state(te: SimpleNamespace) -> None:
     layer = Layer()
     layer.step(rows(16))
