@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from configs.data_schema import BenchmarkDatasetArgs, DatasetArgs, FeatureArgs
 from configs.datasets import DATASETS
+from configs.linear_plan import check_linears
 from configs.rules import ConfigError, did_you_mean
 from configs.table_checks import check_tables, check_widths
 from configs.task_schema import is_retrieval_metric
@@ -61,6 +62,7 @@ def check_experiment(experiment: "ExperimentArgs") -> None:
         _check_head,
         _check_parallel,
         _check_precision,
+        check_linears,
         _check_metric,
         _check_table_decay,
     )

@@ -98,6 +98,10 @@ def _inert_in_precision(precision: MixedPrecisionArgs) -> dict[str, str]:
     if not precision.first_last_layers_bf16:
         kept = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         inert |= dict.fromkeys(kept, "first_last_layers_bf16 is False")
+    if precision.linear_recipe == "rowwise":
+        inert["fp8_wgrad"] = "weight gradients of linear_recipe = 'rowwise' are never FP8 products"
+    if precision.linear_backend == "emulated":
+        inert["auto_filter_small"] = "linear_backend = 'emulated' is never faster, nor filtered"
     return inert
 
 

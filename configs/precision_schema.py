@@ -9,6 +9,7 @@ from configs.rules import (
     Name,
     NonNegativeInt,
     PositiveInt,
+    Range,
     Spellings,
 )
 
@@ -81,8 +82,8 @@ class MixedPrecisionArgs(CheckedArgs):
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """Which amax of that history counts."""
 
-    margin: NonNegativeInt = 0
-    """A delayed scale leaves 2 ** margin of headroom."""
+    margin: Annotated[int, Range(low=0, high=8)] = 0
+    """A delayed scale leaves 2 ** margin of headroom, which its smallest values pay for."""
 
     fp8_wgrad: bool = True
     """Weight gradients of FP8 linears are FP8 GEMMs too."""

@@ -112,8 +112,7 @@ def build_model(
     The trunk is on the CPU, where its weights are drawn; sharded tables have no rows yet.
 
     Raises:
-        NotImplementedError, ValueError: the kernel backend cannot run here, or FP8 is asked for and
-            no linear can run in it.
+        NotImplementedError, ValueError: the kernel backend cannot run here.
     """
     specs = table_specs(experiment, facts)
     parts = _trunk_parts(experiment, facts, specs, device_type=device_type)

@@ -6,7 +6,7 @@ from configs.schema import TrainerArgs
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, gradient or recorded FP8 maximum was NaN or infinite; the step has changed nothing."""
+    """A loss, gradient or recorded FP8 maximum was NaN or infinite; nothing has changed."""
 
 
 @dataclass(kw_only=True)

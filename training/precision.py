@@ -6,6 +6,7 @@ region, so theirs does nothing.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 
 import torch
 from torch.distributed import ProcessGroup
@@ -96,6 +97,8 @@ def check_precision(experiment: ExperimentArgs, *, device_type: str) -> None:
         )
     if backend == "te":
         _check_te(precision)
+    else:
+        _check_triton(asked)
 
 
 def _check_te(precision: MixedPrecisionArgs) -> None:
@@ -107,6 +110,17 @@ def _check_te(precision: MixedPrecisionArgs) -> None:
         native = 'MixedPrecisionArgs.linear_backend = "native", ' if has_native else ""
         # raised again with what the user may do about it
         raise type(error)(f"{error}; what runs: {native}{_WAY_OUT}") from None
+
+
+def _check_triton(asked: str) -> None:
+    """Refuses a Triton that is missing or does not load, whose kernels quantise."""
+    try:
+        import_module("triton")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise RuntimeError(
+            f"{asked} needs the package triton, which cannot be imported "
+            f"({type(error).__name__}: {error}); what runs: {_WAY_OUT}"
+        ) from None
 
 
 def _other_recipes(found: Capability) -> str:

@@ -52,8 +52,8 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
                 timeout_seconds = experiment.trainer.process_group_timeout_seconds
                 world = stack.enter_context(process_group(timeout_seconds=timeout_seconds))
                 set_up_logging(is_main=world.is_main)
-                check_machine(experiment, device_type=world.device.type)
                 checked = _without_start(experiment) if evaluate is not None else experiment
+                check_machine(checked, device_type=world.device.type)
                 trainer = Trainer(checked, world=world)
                 if evaluate is not None:
                     for fold, figures in trainer.evaluate_checkpoint(Path(evaluate)).items():
@@ -68,11 +68,17 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
 
 def _without_start(experiment: ExperimentArgs) -> ExperimentArgs:
     """The experiment without what it would have started from, and what only training needs:
-    evaluation names its weights."""
+    evaluation names its weights, and runs in FP8 only with ``fp8_eval``."""
     trainer = dataclasses.replace(
         experiment.trainer, resume=None, ckpt_load_dir=None, early_stopping_metric=None
     )
-    return dataclasses.replace(experiment, trainer=trainer)
+    precision = experiment.precision
+    if precision.has_fp8_linears and not precision.fp8_eval:
+        if precision.has_fp8_attention:  # which has a switch of its own
+            precision = dataclasses.replace(precision, linear_recipe=None)
+        else:
+            precision = dataclasses.replace(precision, mixed_precision_dtype=None)
+    return dataclasses.replace(experiment, trainer=trainer, precision=precision)
 
 
 def _tell(

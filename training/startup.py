@@ -78,15 +78,12 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
     Raises:
         NotImplementedError: a kernel backend, optimizer or precision that cannot run here.
         RuntimeError: FP8 linears without their hardware or package.
-        ValueError: FP8 linears are asked for, and no linear can be one.
     """
-    from modules.linear.plan import plan_linears
     from ops.hstu_attention.dispatch import refuse_unavailable
     from training.optimizer import resolve_table_optimizer
     from training.precision import check_precision
 
     check_precision(experiment, device_type=device_type)
-    plan_linears(experiment)
 
     # Only refused here: what "auto" picks depends on more, and is said when the model is built.
     refusal = refuse_unavailable(

@@ -1,15 +1,16 @@
 """Which linears of a model run in FP8, and why the others do not: decided once, from the settings.
 
-Nothing is built for it, so that what cannot work is refused before data is read.
+`configs/linear_plan.py` says which linears there are and which of them FP8 may run.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from configs.linear_plan import ListedLinear, list_linears
 from modules.linear.engine import LinearEngine
 from modules.linear.recipe import LinearRecipe
 from modules.linear.speed_table import expected_speedup
@@ -17,7 +18,7 @@ from modules.linear.state import Fp8State
 from modules.mlp import MLP
 
 if TYPE_CHECKING:
-    from configs.schema import ExperimentArgs
+    from configs.schema import ExperimentArgs, MixedPrecisionArgs
 
 _TOO_SMALL = "auto_filter_small"
 _SHORT_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
@@ -51,34 +52,36 @@ class PlannedLinear:
 def plan_linears(experiment: "ExperimentArgs") -> tuple[PlannedLinear, ...]:
     """Return all linears of the stack and of the ranking head, in the order they run.
 
-    Raises:
-        ValueError: FP8 linears are asked for and none is left; not where some of them are merely
-            too small for auto_filter_small, which is what that field is for (`warnings_of`).
+    Where FP8 linears are asked for, at least one is FP8 or `is_too_small`: settings that leave none
+    have been refused (`configs.linear_plan.check_linears`).
     """
-    recipe = LinearRecipe.from_args(experiment.precision)
-    plan = tuple(
-        _decided(linear, experiment, recipe, layer=layer) for linear, layer in _linears(experiment)
-    )
-    if recipe is None or any(linear.is_fp8 or linear.is_too_small for linear in plan):
-        return plan
-    names: dict[str, list[str]] = {}
-    for linear in plan:
-        names.setdefault(linear.reason, []).append(linear.name)
-    reasons = "; ".join(f"{', '.join(those)}: {reason}" for reason, those in names.items())
-    raise ValueError(
-        "MixedPrecisionArgs.mixed_precision_dtype = 'fp8' must leave a linear to run in FP8, got "
-        f"none ({reasons}); change these or set MixedPrecisionArgs.linear_recipe = None"
-    )
+    return tuple(_planned(linear, experiment) for linear in list_linears(experiment))
 
 
 def warnings_of(plan: Sequence[PlannedLinear], experiment: "ExperimentArgs") -> list[str]:
     """Return what a user of FP8 linears may not have meant."""
     precision, texts = experiment.precision, []
-    if not any(linear.is_fp8 for linear in plan):
+    fp8 = [linear for linear in plan if linear.is_fp8]
+    pair = (precision.linear_backend, precision.linear_recipe)
+    parts = experiment.trainer.gradient_accumulation_steps
+    if not fp8:
         texts.append(
             "MixedPrecisionArgs.mixed_precision_dtype = 'fp8', but no linear is large enough for "
             "FP8 to be faster, so all run without it; MixedPrecisionArgs.auto_filter_small = False "
             "runs them in FP8 all the same"
+        )
+    elif _is_filtered(precision) and _speedup(fp8[0], precision) is None:
+        texts.append(
+            "MixedPrecisionArgs.auto_filter_small = True keeps no linear out of FP8: linear_backend"
+            f" = {pair[0]!r} with linear_recipe = {pair[1]!r} was not measured, so not filtered; "
+            "small linears may be slower than without FP8"
+        )
+    if fp8 and pair == ("te", "delayed") and parts > 1:
+        texts.append(
+            "MixedPrecisionArgs.linear_backend = 'te' with linear_recipe = 'delayed' moves its "
+            f"history once a part of a step, {parts} times a step with "
+            f"TrainerArgs.gradient_accumulation_steps = {parts}: amax_history_len = "
+            f"{precision.amax_history_len} counts parts"
         )
     for part in precision.filter_modules:
         if not any(part in linear.name for linear in plan):
@@ -89,99 +92,54 @@ def warnings_of(plan: Sequence[PlannedLinear], experiment: "ExperimentArgs") -> 
     return texts
 
 
-def _linears(experiment: "ExperimentArgs") -> Iterator[tuple[PlannedLinear, int | None]]:
-    """All linears without a decision, each with its layer; None for the head."""
-    network, trainer = experiment.network, experiment.trainer
-    users = trainer.train_batch_size // trainer.gradient_accumulation_steps
-    heads = network.num_attention_heads
-    uvqk = 2 * heads * (network.linear_dim + network.attention_dim)
-    shapes = {
-        "input.uvqk": (network.hidden_size, uvqk),
-        "output.proj": (heads * network.linear_dim, network.hidden_size),
-    }
-    precision = _SHORT_NAMES[network.dtype_str]
-    for layer in range(network.num_layers):
-        for name, (width, out) in shapes.items():
-            yield (
-                PlannedLinear(
-                    name=f"stack.layers.{layer}.{name}",
-                    in_features=width,
-                    out_features=out,
-                    rows=users * experiment.max_seq_len,
-                    precision=precision,
-                    reason="",
-                ),
-                layer,
-            )
-    if experiment.ranking is None:
-        return
-    events = experiment.max_num_candidates
-    if experiment.history_loss or not events:
-        events += experiment.max_history_events
-    width, index = network.hidden_size, 0
-    for out in experiment.ranking.prediction_head_arch:
-        yield (
-            PlannedLinear(
-                name=f"head.layers.{index}",
-                in_features=width,
-                out_features=out,
-                rows=users * events,
-                precision="FP32",
-                reason="",
-            ),
-            None,
-        )
-        width, index = out, index + 3  # an activation and dropout in between
-
-
-def _decided(
-    linear: PlannedLinear,
-    experiment: "ExperimentArgs",
-    recipe: LinearRecipe | None,
-    *,
-    layer: int | None,
-) -> PlannedLinear:
-    reason = _reason_against(linear, experiment, recipe, layer=layer)
-    if reason is not None:
+def _planned(listed: ListedLinear, experiment: "ExperimentArgs") -> PlannedLinear:
+    """The linear with its rows, and with what measurements say."""
+    precision = experiment.precision
+    plain = _SHORT_NAMES[experiment.network.dtype_str]
+    linear = PlannedLinear(
+        name=listed.name,
+        in_features=listed.in_features,
+        out_features=listed.out_features,
+        rows=_rows(listed, experiment),
+        precision="FP32" if listed.layer is None else plain,
+        reason=listed.reason or "",
+    )
+    if listed.reason is not None:
+        return linear
+    speedup = _speedup(linear, precision) if _is_filtered(precision) else None
+    if speedup is not None and speedup < 1.0:
+        known = f"{speedup:.2f}x is known" if speedup else "smaller than all that was measured"
+        reason = f"{_TOO_SMALL}: FP8 may be slower at {linear.rows} rows ({known})"
         return dataclasses.replace(linear, reason=reason)
     return dataclasses.replace(linear, precision="FP8", reason="asked for")
 
 
-def _reason_against(
-    linear: PlannedLinear,
-    experiment: "ExperimentArgs",
-    recipe: LinearRecipe | None,
-    *,
-    layer: int | None,
-) -> str | None:
-    """Why a linear does not run in FP8, None where it does."""
-    args, num_layers = experiment.precision, experiment.network.num_layers
-    if recipe is None:
-        return "FP8 is off"
-    if layer is None and not args.enable_fp8_for_prediction_head:
-        return "enable_fp8_for_prediction_head is off"
-    if layer is not None and layer < args.num_bf16_layers_at_start:
-        return f"one of the first {args.num_bf16_layers_at_start} layers"
-    if layer is not None and layer >= num_layers - args.num_bf16_layers_at_end:
-        return f"one of the last {args.num_bf16_layers_at_end} layers"
-    for part in args.filter_modules:
-        if part in linear.name:
-            return f"filter_modules has {part!r}"
-    for width in (linear.in_features, linear.out_features):
-        if width % recipe.width_multiple:
-            return f"width {width} is not divisible by {recipe.width_multiple}, as FP8 needs"
-    if args.auto_filter_small and recipe.backend != "emulated":
-        speedup = expected_speedup(
-            recipe.backend,
-            recipe.scaling,
-            tokens=linear.rows,
-            width=linear.in_features,
-            out=linear.out_features,
-        )
-        if speedup is not None and speedup < 1.0:
-            known = f"{speedup:.2f}x is known" if speedup else "smaller than all that was measured"
-            return f"{_TOO_SMALL}: FP8 may be slower at {linear.rows} rows ({known})"
-    return None
+def _rows(linear: ListedLinear, experiment: "ExperimentArgs") -> int:
+    """Rows of the largest training step, or part of one."""
+    trainer = experiment.trainer
+    users = trainer.train_batch_size // trainer.gradient_accumulation_steps
+    if linear.layer is not None:
+        return users * experiment.max_seq_len
+    events = experiment.max_num_candidates
+    if experiment.history_loss or not events:
+        events += experiment.max_history_events
+    return users * events
+
+
+def _is_filtered(precision: "MixedPrecisionArgs") -> bool:
+    """Whether linears that are too small are kept out of FP8."""
+    return precision.auto_filter_small and precision.linear_backend != "emulated"
+
+
+def _speedup(linear: PlannedLinear, precision: "MixedPrecisionArgs") -> float | None:
+    assert precision.linear_recipe is not None
+    return expected_speedup(
+        precision.linear_backend,
+        precision.linear_recipe,
+        tokens=linear.rows,
+        width=linear.in_features,
+        out=linear.out_features,
+    )
 
 
 def attach_engines(

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from configs.schema import MixedPrecisionArgs
 
 _ROW_MULTIPLES = {"mxfp8": 32, "blockwise": 128}
-_WIDTH_MULTIPLES = {"mxfp8": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +37,6 @@ class LinearRecipe:
     def row_multiple(self) -> int:
         """Rows that a product over tokens is padded to a multiple of."""
         return _ROW_MULTIPLES.get(self.scaling, 16)
-
-    @property
-    def width_multiple(self) -> int:
-        """What both widths of a linear must be divisible by; no width is padded."""
-        return _WIDTH_MULTIPLES.get(self.scaling, 16)
 
     @classmethod
     def from_args(cls, args: "MixedPrecisionArgs") -> "LinearRecipe | None":

@@ -50,6 +50,17 @@ HEAD = "RankingArgs.prediction_head_arch"
         (FP8 + "linear_scaling_precision = 'e5m2'", ["'hybrid' or 'e4m3'", "'e5m2'"]),
         (FP8 + "fp8_alignment_mode = 'truncate'", ["'pad'", "labels"]),
         (FP8 + "amax_history_len = 0", ["amax_history_len", ">= 1, got 0"]),
+        (FP8 + "margin = 9", ["MixedPrecisionArgs.margin", ">= 0 and <= 8", "got 9"]),
+        (FP8 + "margin = -1", ["MixedPrecisionArgs.margin", ">= 0", "got -1"]),
+        (
+            FP8 + "filter_modules = ['layers']",
+            ["case.gin:15", "stack.layers.0.input.uvqk", "filter_modules has 'layers'"],
+        ),
+        (
+            FP8 + "linear_recipe = 'mxfp8'\nMixedPrecisionArgs.linear_backend = 'emulated'\n"
+            "NetworkArgs.linear_channels = 24\nMixedPrecisionArgs.filter_modules = ['uvqk']",
+            ["stack.layers.2.output.proj: width 48 is not divisible by 32", "case.gin:17"],
+        ),
         (FP8 + "num_layers_at_start_in_bf16 = -1", ["num_layers_at_start_in_bf16", ">= 0"]),
         (FP8 + "hstu_attn_quantization_mode = 'per-hed'", ["did you mean 'per_head'?"]),
         (FP8 + "linear_recipe = None", ["mixed_precision_dtype", "neither linears nor attention"]),

@@ -64,6 +64,28 @@ def test_refusal_is_one_line_and_status_2(tmp_path, flags: list[str], parts: lis
     assert done.seconds < 5
 
 
+@pytest.mark.parametrize(
+    ("recipe", "hidden_size", "multiple"), [("delayed", 100, 16), ("mxfp8", 80, 32)]
+)
+def test_fp8_widths_that_cannot_run_are_not_valid(
+    recipe: str, hidden_size: int, multiple: int
+) -> None:
+    lines = {
+        "NetworkArgs.hidden_size": hidden_size,
+        "MixedPrecisionArgs.linear_recipe": repr(recipe),
+        "MixedPrecisionArgs.linear_backend": "'te'",
+    }
+    flags = [f"--gin-binding={field} = {value}" for field, value in lines.items()]
+    done = run("--gin-config-file", "movielens_ranking_fp8.gin", *flags, "--validate-only")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"--gin-binding 'NetworkArgs.hidden_size = {hidden_size}': ")
+    told = f"width {hidden_size} is not divisible by {multiple}"
+    for part in ("stack.layers.0.input.uvqk", told, "linear_recipe = None"):
+        assert part in done.stderr
+
+
 def test_warnings_come_from_rank_0_only(tmp_path) -> None:
     path = tmp_path / "noisy.gin"
     path.write_text(BASE + "TrainerArgs.max_train_iters = 10\n")

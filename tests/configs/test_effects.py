@@ -28,6 +28,17 @@ FP8 = 'MixedPrecisionArgs.mixed_precision_dtype = "fp8"\nMixedPrecisionArgs.'
         ("MixedPrecisionArgs.first_last_layers_bf16 = True", "first_last", "is None"),
         (FP8 + "margin = 1", "margin", "not 'delayed'"),
         (FP8 + "num_layers_at_end_in_bf16 = 2", "num_layers_at_end", "bf16 is False"),
+        (
+            FP8 + "linear_backend = 'native'\nMixedPrecisionArgs.linear_recipe = 'rowwise'\n"
+            "MixedPrecisionArgs.fp8_wgrad = False",
+            "fp8_wgrad = False",
+            "'rowwise' are never FP8",
+        ),
+        (
+            FP8 + "linear_backend = 'emulated'\nMixedPrecisionArgs.auto_filter_small = False",
+            "auto_filter_small = False",
+            "linear_backend = 'emulated'",
+        ),
     ],
 )
 def test_field_without_effect_warns_once(
@@ -47,7 +58,10 @@ def test_field_without_effect_warns_once(
         "TrainerArgs.profile = True\nTrainerArgs.profile_step_start = 10",
         "NetworkArgs.target_group_size = 1",
         "MixedPrecisionArgs.linear_recipe = 'tensorwise'",
-        FP8 + "linear_recipe = 'delayed'\nMixedPrecisionArgs.margin = 1",
+        FP8 + "linear_recipe = 'delayed'\nMixedPrecisionArgs.margin = 8",
+        FP8 + "fp8_wgrad = False\nMixedPrecisionArgs.auto_filter_small = False",
+        FP8 + "linear_backend = 'native'\nMixedPrecisionArgs.linear_recipe = 'rowwise'",
+        FP8 + "linear_backend = 'emulated'",
         "TrainerArgs.early_stopping_metric = 'gauc'",
         "TrainerArgs.nonfinite_policy = 'skip'\nTrainerArgs.nonfinite_budget = 3",
     ],

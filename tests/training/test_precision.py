@@ -29,7 +29,11 @@ def fp8_args(**fields: Any) -> MixedPrecisionArgs:
 
 
 def fp8_experiment(folder: str, **fields: Any) -> ExperimentArgs:
-    return dataclasses.replace(synthetic_experiment(folder), precision=fp8_args(**fields))
+    if (fields.get("linear_backend"), fields.get("linear_recipe")) == ("native", "blockwise"):
+        fields["linear_scaling_precision"] = "e4m3"  # the only one it has
+    # wide enough for every recipe
+    plain = synthetic_experiment(folder, network={"hidden_size": 32, "kv_channels": 16})
+    return dataclasses.replace(plain, precision=fp8_args(**fields))
 
 
 def recipe_of(**fields: Any) -> LinearRecipe:
@@ -142,6 +146,21 @@ def test_a_missing_package_is_refused_with_what_runs(
     with pytest.raises(RuntimeError, match=r"transformer_engine 2\.x") as caught:
         check_precision(fp8_experiment(run_folder, linear_recipe="mxfp8"), device_type="cuda")
     assert '"native"' not in str(caught.value) and EMULATED in str(caught.value)
+
+
+def test_a_missing_triton_is_refused_with_what_runs(
+    run_folder: str, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    te_stand_in.install(monkeypatch)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    device((9, 0))
+    asked = fp8_experiment(run_folder, linear_backend="native", linear_recipe="rowwise")
+    with pytest.raises(RuntimeError, match=r'linear_backend = "native".*package triton') as caught:
+        check_precision(asked, device_type="cuda")
+    told = str(caught.value)
+    assert EMULATED in told and BF16 in told and "\n" not in told
+    check_precision(fp8_experiment(run_folder, linear_backend="emulated"), device_type="cuda")
+    check_precision(fp8_experiment(run_folder, linear_backend="te"), device_type="cuda")
 
 
 def test_a_recipe_missing_in_the_package_is_refused(

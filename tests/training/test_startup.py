@@ -17,6 +17,7 @@ from configs.schema import (
     TensorModelParallelArgs,
 )
 from tests.support.experiments import movielens_experiment, synthetic_experiment
+from training.run import _without_start
 from training.startup import check_built, check_data, check_folders, check_machine
 
 
@@ -84,6 +85,31 @@ def test_fp8_linears_are_built_but_not_for_a_cpu(run_folder: str, backend: str) 
         check_machine(experiment, device_type="cpu")
     emulated = dataclasses.replace(precision, linear_backend="emulated")
     check_machine(dataclasses.replace(experiment, precision=emulated), device_type="cpu")
+
+
+@pytest.mark.parametrize("backend", ["te", "native"])
+def test_evaluation_needs_fp8_hardware_only_where_it_runs_in_fp8(
+    run_folder: str, backend: str
+) -> None:
+    precision = MixedPrecisionArgs(mixed_precision_dtype="fp8", linear_backend=backend)
+    experiment = dataclasses.replace(synthetic_experiment(run_folder), precision=precision)
+    check_machine(_without_start(experiment), device_type="cpu")
+    in_fp8 = dataclasses.replace(precision, fp8_eval=True)
+    asked = _without_start(dataclasses.replace(experiment, precision=in_fp8))
+    assert asked.precision == in_fp8
+    with pytest.raises(RuntimeError, match=rf'linear_backend = "{backend}".*needs a CUDA'):
+        check_machine(asked, device_type="cpu")
+
+
+def test_evaluation_without_fp8_linears_keeps_fp8_attention(run_folder: str) -> None:
+    precision = MixedPrecisionArgs(
+        mixed_precision_dtype="fp8", hstu_attn_quantization_mode="per_head"
+    )
+    experiment = dataclasses.replace(synthetic_experiment(run_folder), precision=precision)
+    evaluated = _without_start(experiment)
+    assert not evaluated.precision.has_fp8_linears
+    with pytest.raises(NotImplementedError, match="hstu_attn_quantization_mode = 'per_head'"):
+        check_built(evaluated)
 
 
 @pytest.mark.parametrize(

@@ -119,19 +119,22 @@ def test_shapes_and_reasons_are_told() -> None:
 
 def test_a_model_that_no_linear_of_can_run_is_refused_by_layer_and_width() -> None:
     network = {"hidden_size": 100, "num_attention_heads": 2, "kv_channels": 50}
-    with pytest.raises(ValueError) as caught:
-        plan_linears(experiment_of(network=network))
+    with pytest.raises(ConfigError) as caught:
+        experiment_of(network=network)
     for part in ("stack.layers.0.input.uvqk", "100", "16", "MixedPrecisionArgs", "linear_recipe"):
         assert part in str(caught.value)
-    with pytest.raises(ValueError, match=r"filter_modules has 'layers'"):
-        plan_linears(experiment_of({"filter_modules": ("layers",)}))
+    assert caught.value.fields[0] == "NetworkArgs.hidden_size"
+    with pytest.raises(ConfigError, match=r"filter_modules has 'layers'") as caught:
+        experiment_of({"filter_modules": ("layers",)})
+    assert caught.value.fields[0] == "MixedPrecisionArgs.filter_modules"
+    experiment_of({"mixed_precision_dtype": None}, network=network)
 
 
 def test_microscaling_needs_wider_multiples() -> None:
     network = {"hidden_size": 48, "num_attention_heads": 2, "kv_channels": 24}
     assert fp8_names(plan_linears(experiment_of({"linear_recipe": "blockwise"}, network=network)))
-    with pytest.raises(ValueError, match="48 is not divisible by 32"):
-        plan_linears(experiment_of({"linear_recipe": "mxfp8"}, network=network))
+    with pytest.raises(ConfigError, match="48 is not divisible by 32"):
+        experiment_of({"linear_recipe": "mxfp8"}, network=network)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +204,49 @@ def test_a_filter_of_no_name_is_told_of() -> None:
     (warning,) = warnings_of(plan_linears(experiment), experiment)
     assert "'prjo'" in warning and "stack.layers.0.input.uvqk" in warning
     assert not warnings_of(plan_linears(experiment_of()), experiment_of())
+
+
+def test_a_pair_without_figures_is_told_of_because_nothing_is_filtered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blockwise = {
+        "linear_backend": "native",
+        "linear_recipe": "blockwise",
+        "linear_scaling_precision": "e4m3",
+    }
+    measured = dict(speed_table._MEASURED)
+    measured.pop(("native", "blockwise"), None)
+    monkeypatch.setattr(speed_table, "_MEASURED", measured)
+
+    def warnings(**fields: Any) -> list[str]:
+        experiment = experiment_of(blockwise | fields)
+        plan = plan_linears(experiment)
+        assert fp8_names(plan) == in_layers(0, 1, 2, 3)
+        return warnings_of(plan, experiment)
+
+    (warning,) = warnings()
+    assert "not measured, so not filtered" in warning
+    assert "'native'" in warning and "'blockwise'" in warning
+    assert warnings(auto_filter_small=False) == []
+    assert warnings(linear_backend="emulated") == []
+    measured["native", "blockwise"] = {(1, 1, 1): 2.0}
+    assert warnings() == []
+
+
+def test_history_that_moves_once_a_part_of_a_step_is_told_of() -> None:
+    parts = {"users": 6000, "gradient_accumulation_steps": 2}
+
+    def warnings(**fields: Any) -> list[str]:
+        experiment = large(TE | {"auto_filter_small": False} | fields, **parts)
+        return warnings_of(plan_linears(experiment), experiment)
+
+    (warning,) = warnings()
+    assert "2 times a step" in warning and "gradient_accumulation_steps = 2" in warning
+    assert "'te'" in warning and "'delayed'" in warning
+    assert warnings(linear_backend="native") == []
+    assert warnings(linear_recipe="tensorwise") == []
+    parts["gradient_accumulation_steps"] = 1
+    assert warnings() == []
 
 
 def test_speed_is_that_of_the_largest_measured_size_inside(
