@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from configs.loader import load_experiment
 from configs.schema import ExperimentArgs
 
+_ROOT = Path(__file__).resolve().parents[1]
 _BF16 = "NetworkArgs.dtype_str = 'bfloat16'"
 
 
@@ -45,6 +47,7 @@ SETTINGS: dict[str, Setting] = {
     ),
 }
 
+UNKNOWN_COMMIT = "unknown"
 BASELINE = "bf16"
 FIRST_PRECISIONS = ("te-tensorwise", "native-tensorwise", "native-delayed")
 OTHER_PRECISIONS = (
@@ -164,6 +167,16 @@ def read_results(folder: Path, cells: Iterable[Cell]) -> dict[Cell, dict[str, An
     return found
 
 
+def commit() -> str:
+    """The commit that is checked out, with "-dirty" where files differ; "unknown" outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # no git on this machine
+        return UNKNOWN_COMMIT
+    return done.stdout.strip() or UNKNOWN_COMMIT
+
+
 def run_cell(cell: Cell, folder: Path) -> dict[str, Any]:
     """Train the cell in this process and write its result to ``folder``.
 
@@ -177,6 +190,7 @@ def run_cell(cell: Cell, folder: Path) -> dict[str, Any]:
     from training.trainer import Trainer
 
     begin, failure, figures = time.perf_counter(), "", {}
+    own_commit = commit()  # what is checked out at the end may be another one
     with tempfile.TemporaryDirectory() as run, process_group() as world:
         set_up_logging(is_main=True)
         experiment = cell.experiment(run)
@@ -203,6 +217,7 @@ def run_cell(cell: Cell, folder: Path) -> dict[str, Any]:
         "modules": table,
         "seconds": round(time.perf_counter() - begin, 1),
         "device": device,
+        "commit": own_commit,
     }
     path = folder / f"{cell.name}.json"
     aside = path.with_suffix(".writing")

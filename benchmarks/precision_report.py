@@ -2,11 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.precision_cells import BASELINE, Cell
+from benchmarks.precision_cells import BASELINE, UNKNOWN_COMMIT, Cell
 
 Results = Mapping[Cell, Mapping[str, Any]]
 
@@ -23,6 +23,9 @@ class Comparison:
 
     precision: str
     num_seeds: int
+    """Seeds that both have results of."""
+    num_asked: int
+    """Seeds that there should be."""
     is_finite: bool
     loss: float
     """Mean held-out loss."""
@@ -42,10 +45,11 @@ class Comparison:
         quality_holds = (
             self.least_difference is None or self.quality_difference >= self.least_difference
         )
-        return self.is_finite and abs(self.loss_change) <= _LOSS_TOLERANCE and quality_holds
+        loss_holds = self.is_finite and abs(self.loss_change) <= _LOSS_TOLERANCE
+        return self.num_seeds >= self.num_asked and loss_holds and quality_holds
 
 
-def compare(results: Results, precision: str) -> Comparison | None:
+def compare(results: Results, precision: str, *, num_asked: int) -> Comparison | None:
     """A precision against BF16, over the seeds that both have results of; None without any.
 
     The mean paired difference has to be at least -max(0.002, 2 s / sqrt(n)), s the standard
@@ -53,6 +57,7 @@ def compare(results: Results, precision: str) -> Comparison | None:
 
     Args:
         results: of one setting and number of steps.
+        num_asked: seeds that the comparison is of; with fewer it does not hold.
     """
     by_seed = {(cell.precision, cell.seed): result for cell, result in results.items()}
     seeds = sorted(
@@ -66,6 +71,7 @@ def compare(results: Results, precision: str) -> Comparison | None:
         return Comparison(
             precision=precision,
             num_seeds=len(seeds),
+            num_asked=num_asked,
             is_finite=False,
             loss=math.nan,
             loss_change=math.nan,
@@ -87,6 +93,7 @@ def compare(results: Results, precision: str) -> Comparison | None:
     return Comparison(
         precision=precision,
         num_seeds=len(seeds),
+        num_asked=num_asked,
         is_finite=True,
         loss=loss,
         loss_change=loss / statistics.fmean(r["test"]["loss"] for r in other) - 1,
@@ -110,10 +117,21 @@ def precisions(results: Results) -> list[str]:
     return list(dict.fromkeys(cell.precision for cell in results))
 
 
-def table(results: Results) -> tuple[str, bool]:
-    """Markdown, and whether every comparison in it holds."""
+def table(results: Results, cells: Iterable[Cell]) -> tuple[str, bool]:
+    """Markdown, and whether every comparison holds; one that lacks results does not.
+
+    Args:
+        results: of any of the cells.
+        cells: all that the comparison is of.
+    """
+    asked: dict[tuple[str, int], dict[str, int]] = {}
+    for cell in cells:
+        seeds = asked.setdefault((cell.setting, cell.num_steps), {})
+        seeds[cell.precision] = seeds.get(cell.precision, 0) + 1
+    groups_there = groups(results)
     lines, all_hold = [], True
-    for (setting, num_steps), group in groups(results).items():
+    for (setting, num_steps), precisions_asked in asked.items():
+        group = groups_there.get((setting, num_steps), {})
         lines += [
             f"### {setting}, {num_steps} steps",
             "",
@@ -121,26 +139,39 @@ def table(results: Results) -> tuple[str, bool]:
             "| paired difference | at least | holds |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
-        for precision in precisions(group):
-            row = compare(group, precision)
+        for precision, num_asked in precisions_asked.items():
+            row = compare(group, precision, num_asked=num_asked)
+            all_hold &= row is not None and row.holds
             if row is None:
-                continue
-            all_hold &= row.holds
-            least = "-" if row.least_difference is None else f"{row.least_difference:+.4f}"
-            change, difference, verdict = "-", "-", "-"
-            if precision != BASELINE:
-                change = f"{100 * row.loss_change:+.2f}%"
-                difference = f"{row.quality_difference:+.4f}"
-                verdict = "yes" if row.holds else "**no**"
+                lines.append(f"| {precision} | 0 of {num_asked} | - | - | - | - | - | - | **no** |")
             else:
-                least = "-"
-            lines.append(
-                f"| {precision} | {row.num_seeds} | {'yes' if row.is_finite else '**no**'} "
-                f"| {row.loss:.4f} | {change} | {row.quality_name} {row.quality:.4f} "
-                f"| {difference} | {least} | {verdict} |"
-            )
+                lines.append(_row(row))
         lines.append("")
     return "\n".join(lines), all_hold
+
+
+def _row(row: Comparison) -> str:
+    seeds, least, change, difference = str(row.num_seeds), "-", "-", "-"
+    if row.num_seeds < row.num_asked:
+        seeds = f"{row.num_seeds} of {row.num_asked}"
+    verdict = "yes" if row.holds else "**no**"
+    if row.precision != BASELINE:
+        change = f"{100 * row.loss_change:+.2f}%"
+        difference = f"{row.quality_difference:+.4f}"
+        if row.least_difference is not None:
+            least = f"{row.least_difference:+.4f}"
+    elif row.holds:
+        verdict = "-"
+    return (
+        f"| {row.precision} | {seeds} | {'yes' if row.is_finite else '**no**'} "
+        f"| {row.loss:.4f} | {change} | {row.quality_name} {row.quality:.4f} "
+        f"| {difference} | {least} | {verdict} |"
+    )
+
+
+def commits(results: Results) -> list[str]:
+    """Commits that results were made at, each once; "unknown" for results that do not say."""
+    return sorted({result.get("commit", UNKNOWN_COMMIT) for result in results.values()})
 
 
 def plot(results: Results) -> str:

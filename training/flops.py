@@ -6,6 +6,7 @@ pair. What is computed again to save memory, elementwise work, embeddings and th
 not counted.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from modules.hstu_layer import HSTULayer
 from modules.linear.engine import LinearEngine
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "H200 NVL": {"fp8": 1671e12, "bfloat16": 835e12, "float16": 835e12, "float32": 60e12},
     "H200": {"fp8": 1979e12, "bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
     "GH200": {"fp8": 1979e12, "bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
     "H100 PCIe": {"fp8": 1513e12, "bfloat16": 756e12, "float16": 756e12, "float32": 51e12},
@@ -32,8 +34,9 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "L4": {"fp8": 242e12, "bfloat16": 121e12, "float16": 121e12, "float32": 30.3e12},
     "A100": {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
 }
-"""Part of a device's name -> FLOPs a second by precision: NVIDIA's data sheets, dense (without
-sparsity), FP32 without TF32. The first entry that fits counts."""
+"""Words of a device's name -> FLOPs a second by precision. All are the dense figures of NVIDIA's
+data sheets, half of those printed "with sparsity"; FP32 is without TF32. The first entry whose
+words are all in the name counts (`peaks_of`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +125,10 @@ def _shape(
     linear: nn.Linear, engine: LinearEngine | None, dtype: str, *, on_tokens: bool
 ) -> LinearShape:
     forward = weight_gradient = dtype
-    # What is only rounded to FP8 is multiplied in the dtype of the rows.
-    if engine is not None and engine.recipe.backend != "emulated":
+    if engine is not None and engine.recipe.backend == "emulated":
+        # It rounds to FP8 and multiplies all three in FP32, whatever the dtype of the rows.
+        forward = weight_gradient = "float32"
+    elif engine is not None:
         forward = "fp8"
         if engine.recipe.fp8_wgrad and engine.recipe.scaling != "rowwise":
             weight_gradient = "fp8"
@@ -154,9 +159,18 @@ def ideal_seconds_of(
 
 
 def peaks_of(device_name: str | None) -> dict[str, float] | None:
-    """Peaks by precision of a device, None where they are not known (a CPU, say)."""
+    """Peaks by precision of a device, None where they are not known (a CPU, say).
+
+    Args:
+        device_name: as CUDA tells it, "NVIDIA H100 80GB HBM3". Whole words count: the H20, the L40
+            and the GB200 are none of the devices above. A MIG slice ("... MIG 1g.10gb") has a part
+            of its device's peak that no data sheet gives.
+    """
+    words = set(re.split(r"[^A-Za-z0-9]+", device_name or ""))
+    if "MIG" in words:
+        return None
     for name, peaks in PEAK_FLOPS.items():
-        if device_name is not None and name in device_name:
+        if words.issuperset(name.split()):
             return peaks
     return None
 

@@ -7,6 +7,7 @@ One Watch at a time, for all threads: backward passes on a GPU run in threads of
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -14,9 +15,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ops.quantize import Quantized, dequantize
+from ops.quantize import Quantized, block_of, dequantize
 
 _watch: "Watch | None" = None
+
+_CHUNK_ROWS = 4096
+"""Rows measured at a time, a multiple of any block's: what is made on the way stays this small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +79,7 @@ class Watch:
         found = _measure(values, quantized)
         before = self._gathered.get((name, operand))
         if before is not None:
-            found = (
-                torch.maximum(before[0], found[0]),
-                torch.minimum(before[1], found[1]),
-                before[2] + found[2],
-            )
+            found = _merged([before, found])
         self._gathered[name, operand] = found
 
     def figures(self) -> list[OperandFigures]:
@@ -117,27 +117,52 @@ def observe(name: str, operand: str, values: Tensor, quantized: Quantized) -> No
     Args:
         name: of the linear's module.
         operand: "x", "w" or "dy".
-        values: what was quantised, 2-D, any floating dtype; rows of padding may be missing.
+        values: what was quantised, 2-D, any floating dtype; rows of padding may be missing. Without
+            values there is nothing to tell, not even a scale.
         quantized: what it became, in the orientation of `values`.
     """
-    if _watch is not None:
+    if _watch is not None and values.numel() > 0:
         _watch.add(name, operand, values, quantized)
 
 
 @torch.no_grad()
 def _measure(values: Tensor, quantized: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     """Return amax, smallest scale, and counts (3,): not zero, became zero, saturated; float64."""
-    scale = quantized.scale_inv.double().reciprocal().amin()
-    if values.numel() == 0:
-        return scale.new_zeros(()), scale, scale.new_zeros(3)
+    chunks = []
+    for start in range(0, values.shape[0], _CHUNK_ROWS):
+        end = min(start + _CHUNK_ROWS, values.shape[0])
+        chunks.append(_measure_chunk(values[start:end], _rows_of(quantized, start, end)))
+    return _merged(chunks)
+
+
+def _measure_chunk(values: Tensor, quantized: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     magnitude = values.abs().float()
-    restored = dequantize(quantized)[: values.shape[0]].abs().float()
+    restored = dequantize(quantized).abs()
     is_value = magnitude != 0
     is_saturated = magnitude > restored * _rounding_at_the_top(quantized.values.dtype)
     is_saturated &= restored != 0
-    is_saturated &= _is_largest(quantized.values)[: values.shape[0]]
+    is_saturated &= _is_largest(quantized.values)
     counts = [is_value.sum(), ((restored == 0) & is_value).sum(), is_saturated.sum()]
+    scale = quantized.scale_inv.amax().double().reciprocal()
     return magnitude.amax().double(), scale, torch.stack(counts).double()
+
+
+def _merged(found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    amaxes, scales, counts = zip(*found, strict=True)
+    return torch.stack(amaxes).amax(), torch.stack(scales).amin(), torch.stack(counts).sum(0)
+
+
+def _rows_of(quantized: Quantized, start: int, end: int) -> Quantized:
+    """A view of rows; start lies where a block begins."""
+    scale_inv = quantized.scale_inv
+    if quantized.granularity != "tensor":
+        rows, _ = block_of(quantized.granularity, *quantized.values.shape)
+        scale_inv = scale_inv[start // rows : -(-end // rows)]
+    return Quantized(
+        values=quantized.values[start:end],
+        scale_inv=scale_inv,
+        granularity=quantized.granularity,
+    )
 
 
 def _rounding_at_the_top(dtype: torch.dtype) -> float:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks import precision_cells
 from benchmarks.precision_cells import (
     BASELINE,
     Cell,
@@ -18,9 +24,12 @@ from benchmarks.precision_cells import (
     check_linears,
     precision_bindings,
     read_results,
+    settings_key,
 )
-from benchmarks.precision_report import compare, failures, plot, table
+from benchmarks.precision_report import commits, compare, failures, plot, table
 from configs.precision_schema import RECIPES_OF_BACKEND
+from configs.schema import ExperimentArgs
+from scripts import compare_precision
 from tests.support.commands import run_command
 
 
@@ -118,7 +127,7 @@ def pairs(losses: list[float], aucs: list[float]) -> dict[Cell, dict[str, Any]]:
 def test_rules_by_hand(
     losses: list[float], aucs: list[float], least: float | None, holds: bool
 ) -> None:
-    found = compare(pairs(losses, aucs), "native-delayed")
+    found = compare(pairs(losses, aucs), "native-delayed", num_asked=len(losses))
     assert found is not None
     assert found.num_seeds == len(losses)
     assert found.loss_change == pytest.approx(sum(losses) / len(losses) - 1)
@@ -131,9 +140,9 @@ def test_a_run_that_is_not_finite_does_not_hold() -> None:
     found = pairs([1.0, 1.0], [0.7, 0.7])
     bad = {"is_finite": False, "failure": "step 7 is not finite", "test": {}}
     found[cell("native-delayed", 2)] = result(1.0, 0.7, **bad)
-    compared = compare(found, "native-delayed")
+    compared = compare(found, "native-delayed", num_asked=2)
     assert compared is not None and not compared.holds
-    text, all_hold = table(found)
+    text, all_hold = table(found, list(found))
     assert not all_hold and "**no**" in text
     assert failures(found) == ["ml-100k.1000.native-delayed.2: step 7 is not finite"]
     assert math.isnan(compared.loss)
@@ -142,9 +151,94 @@ def test_a_run_that_is_not_finite_does_not_hold() -> None:
 def test_seeds_without_a_pair_do_not_count() -> None:
     found = pairs([1.0, 5.0], [0.7, 0.1])
     del found[cell(BASELINE, 2)]
-    compared = compare(found, "native-delayed")
+    compared = compare(found, "native-delayed", num_asked=1)
     assert compared is not None and compared.num_seeds == 1 and compared.loss == 1.0
-    assert compare(found, "te-delayed") is None
+    assert compare(found, "te-delayed", num_asked=1) is None
+
+
+@pytest.mark.parametrize(
+    ("missing", "row"),
+    [
+        ([], "| native-delayed | 2 | yes |"),
+        ([("native-delayed", 2)], "| native-delayed | 1 of 2 | yes |"),
+        ([(BASELINE, 2)], "| bf16 | 1 of 2 | yes |"),
+        ([(BASELINE, 1), (BASELINE, 2)], "| native-delayed | 0 of 2 | - |"),
+        ([("native-delayed", 1), ("native-delayed", 2)], "| native-delayed | 0 of 2 | - |"),
+    ],
+    ids=str,
+)
+def test_what_lacks_results_does_not_hold(missing: list[tuple[str, int]], row: str) -> None:
+    found = pairs([1.0, 1.0], [0.7, 0.7])
+    cells = list(found)
+    for precision, seed in missing:
+        del found[cell(precision, seed)]
+    text, all_hold = table(found, cells)
+    assert all_hold == (not missing)
+    assert ("**no**" in text) == bool(missing)
+    (line,) = [line for line in text.splitlines() if line.startswith(row)]
+    assert line.endswith("| **no** |" if missing else "| yes |")
+
+
+def test_a_setting_without_any_result_does_not_hold() -> None:
+    found = pairs([1.0, 1.0], [0.7, 0.7])
+    text, all_hold = table(found, [*found, cell(BASELINE, setting="planted")])
+    assert not all_hold and "### planted, 1000 steps" in text
+
+
+def test_results_say_their_commit() -> None:
+    found = pairs([1.0, 1.0], [0.7, 0.7])
+    assert commits(found) == ["unknown"]
+    found[cell(BASELINE, 1)]["commit"] = found[cell(BASELINE, 2)]["commit"] = "abc1234-dirty"
+    assert commits(found) == ["abc1234-dirty", "unknown"]
+
+
+class TrainerOfNothing:
+    """Stands in for a Trainer; another commit is checked out while it trains."""
+
+    def __init__(self, experiment: ExperimentArgs, *, world: Any) -> None:
+        self.folder = Path(experiment.trainer.output_dir)
+        self.model = SimpleNamespace(module=SimpleNamespace(trunk=None))
+
+    def fit(self) -> dict[str, float]:
+        (self.folder / "metrics.jsonl").write_text("")
+        precision_cells.commit = lambda: "later"
+        return {"loss": 0.5}
+
+
+def test_a_run_stores_the_commit_it_began_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr("training.distributed.process_group", lambda: nullcontext(world))
+    monkeypatch.setattr("training.telemetry.set_up_logging", lambda *, is_main: None)
+    monkeypatch.setattr("training.trainer.Trainer", TrainerOfNothing)
+    monkeypatch.setattr(precision_cells, "module_table", lambda experiment, trunk: [])
+    monkeypatch.setattr(precision_cells, "check_linears", lambda *args, num_layers: None)
+    monkeypatch.setattr(precision_cells, "commit", lambda: "abc1234")
+    one = Cell(setting="planted", num_steps=2, precision=BASELINE, seed=1)
+    precision_cells.run_cell(one, tmp_path)
+    assert read_results(tmp_path, [one])[one]["commit"] == "abc1234"
+
+
+def test_the_commit_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=n", "-c", "user.email=e"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(precision_cells, "_ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert precision_cells.commit() == "unknown"
+    (tmp_path / "file").write_text("1")
+    git("init", "--quiet")
+    git("add", "file")
+    git("commit", "--quiet", "-m", "one")
+    git("tag", "-a", "v1", "-m", "a tag is not what is asked for")
+    clean = precision_cells.commit()
+    assert re.fullmatch("[0-9a-f]{7,40}", clean)
+    (tmp_path / "file").write_text("2")
+    assert precision_cells.commit() == f"{clean}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert precision_cells.commit() == "unknown"
 
 
 def test_the_plot_is_a_picture_of_all_curves() -> None:
@@ -168,15 +262,54 @@ def test_the_command_runs_what_is_missing_and_nothing_twice(tmp_path: Path) -> N
     assert started.returncode == 1
     assert "not finished in time" in started.stdout
     (folder / "planted.2.bf16.1.json").write_text(json.dumps(stored(2)))
-    again = run_command([*command, "--report-only"], timeout_seconds=60)
-    assert again.returncode == 0, again.stderr
+    again = run_command(command, timeout_seconds=60)
+    assert "1 chosen, 0 to run" in again.stdout
     assert "| bf16 | 1 | yes | 0.5000 |" in (tmp_path / "compare_precision.md").read_text()
     assert (tmp_path / "compare_precision.svg").read_text().startswith("<svg")
 
 
-def stored(num_steps: int) -> dict[str, Any]:
-    from benchmarks.precision_cells import settings_key
+def test_the_exit_status_tells_whether_all_hold(tmp_path: Path) -> None:
+    folder = tmp_path / "cells"
+    command = [
+        sys.executable, "scripts/compare_precision.py", "--backend", "emulated", "--steps", "2",
+        "--seeds", "2", "--results", str(folder), "--report", str(tmp_path), "--report-only",
+    ]  # fmt: skip
+    assert run_command(command).returncode == 1
+    cells = all_cells(num_seeds=2, num_steps=2, num_steps_once=2, backend="emulated")
+    for number, one in enumerate(cells):
+        commit = {"commit": "abc1234"} if number else {}
+        plain = result(0.5, 0.8, settings=settings_key(one), device="none", **commit)
+        (folder / f"{one.name}.json").write_text(json.dumps(plain))
+    complete = run_command(command)
+    assert complete.returncode == 0, complete.stdout + complete.stderr
+    head = (tmp_path / "compare_precision.md").read_text().splitlines()[2]
+    assert "commits abc1234, unknown, on none" in head
+    assert f"{len(cells)} of {len(cells)} cells" in head
+    alone = next(one for one in cells if one.precision != BASELINE)
+    path = folder / f"{alone.name}.json"
+    kept = path.read_text()
+    path.write_text(json.dumps(json.loads(kept) | {"is_finite": False, "test": {}}))
+    broken = run_command(command)
+    assert broken.returncode == 1 and f"not finite: {alone.name}" in broken.stdout
+    path.unlink()
+    assert run_command(command).returncode == 1
 
+
+def test_a_run_that_is_not_finite_fails_the_command_whatever_the_table_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Cell(setting="planted", num_steps=2, precision=BASELINE, seed=1)
+    bad = result(0.5, 0.8, is_finite=False, device="none")
+    monkeypatch.setattr(compare_precision, "read_results", lambda folder, cells: {one: bad})
+    monkeypatch.setattr(compare_precision, "_write_report", lambda *args, **kwargs: True)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["compare_precision", "--report-only", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="1"):
+        compare_precision.main()
+
+
+def stored(num_steps: int) -> dict[str, Any]:
     one = Cell(setting="planted", num_steps=num_steps, precision=BASELINE, seed=1)
     return result(0.5, 0.8, settings=settings_key(one), device="none")
 

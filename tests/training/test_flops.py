@@ -13,7 +13,14 @@ from ops.hstu_attention.reference import visible
 from ops.hstu_attention.spec import AttentionSpec
 from tests.support.experiments import batch_of, synthetic_experiment
 from training.distributed import World
-from training.flops import StepFlops, ideal_seconds, ideal_seconds_of, num_visible_pairs, peaks_of
+from training.flops import (
+    PEAK_FLOPS,
+    StepFlops,
+    ideal_seconds,
+    ideal_seconds_of,
+    num_visible_pairs,
+    peaks_of,
+)
 from training.trainer import Trainer
 
 USERS = [(0, 0, 0), (2, 0, 0), (0, 7, 0), (2, 5, 4), (1, 1, 5), (3, 12, 1), (0, 0, 6), (2, 0, 3)]
@@ -107,6 +114,23 @@ def test_a_product_counts_under_the_precision_it_ran_in(
     assert sum(found.values()) == everything
 
 
+def test_emulated_products_count_as_float32_in_a_bf16_model(run_folder: str, world: World) -> None:
+    """Rounded to FP8, multiplied in FP32; attention and the other layers' linears stay in BF16."""
+    experiment = synthetic_experiment(run_folder, network={"dtype_str": "bfloat16"})
+    plain = Trainer(experiment, world=world)
+    batch = batch_of([(3, 2)], batch_size=4)
+    before = StepFlops.of(plain.model.module.trunk, experiment)(batch)
+    precision = fp8(first_last_layers_bf16=True, num_layers_at_end_in_bf16=0)
+    emulated = dataclasses.replace(experiment, precision=precision)
+    trunk = Trainer(emulated, world=world).model.module.trunk
+    found = StepFlops.of(trunk, emulated)(batch)
+    layer = 3 * 2 * 10 * (16 * 64 + 16 * 16)
+    assert found == {
+        "float32": before["float32"] + layer,
+        "bfloat16": before["bfloat16"] - layer,
+    }
+
+
 def test_ideal_time_weighs_each_precision_by_its_peak() -> None:
     assert ideal_seconds({"fp8": 4e12, "bfloat16": 3e12}, {"fp8": 2e12, "bfloat16": 1e12}) == 5.0
 
@@ -116,8 +140,38 @@ def test_peaks_are_known_by_name_or_not_at_all(run_folder: str, world: World) ->
     assert h200 is not None and h200["fp8"] > 1.9 * h200["bfloat16"]
     assert peaks_of("NVIDIA H100 PCIe")["bfloat16"] < peaks_of("NVIDIA H100 80GB HBM3")["bfloat16"]
     assert peaks_of("NVIDIA L40S")["fp8"] > peaks_of("NVIDIA L4")["fp8"]
-    assert peaks_of("Some other device") is None
     assert peaks_of(None) is None
     trainer = Trainer(synthetic_experiment(run_folder), world=world)
     trunk = trainer.model.module.trunk
     assert ideal_seconds_of(trunk, trainer.experiment, device=world.device) is None
+
+
+@pytest.mark.parametrize(
+    ("device_name", "entry"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GH200 144G HBM3e", "GH200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA L40", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA A100X", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("NVIDIA H200 MIG 7g.141gb", None),
+        ("Some other device", None),
+        ("", None),
+    ],
+)
+def test_peaks_are_found_by_whole_words(device_name: str, entry: str | None) -> None:
+    """Each entry's figures are its own object, so that equal ones are told apart."""
+    assert peaks_of(device_name) is (None if entry is None else PEAK_FLOPS[entry])

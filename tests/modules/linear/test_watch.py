@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import modules.linear.watch as watch_module
 from modules.linear.watch import OperandFigures, Watch, is_watched, observe
 from ops.quantize import Quantized, quantize
 
+GRANULARITIES = ["tensor", "rows", "1x128", "128x128", "1x32"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -40,7 +45,7 @@ def test_gradients_round_to_their_own_largest() -> None:
     assert found.num_saturated == 2
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "rows", "1x128", "128x128", "1x32"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_present_scales_saturate_nothing(granularity: str, dtype: torch.dtype) -> None:
     values = torch.randn(37, 160, generator=torch.Generator().manual_seed(1)) * 1e-3
@@ -67,9 +72,64 @@ def test_what_is_not_finite_shows(bad: float) -> None:
     assert found.num_underflowed == 0
 
 
-def test_no_rows_are_no_values() -> None:
-    found = look(torch.zeros(0, 16), quantize(torch.zeros(0, 16), E4M3))
-    assert (found.amax, found.num_values, found.underflow_percent) == (0.0, 0, 0.0)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_no_rows_are_no_values(granularity: str) -> None:
+    """Nor are they a scale: that of nothing, 1, would be the smallest below."""
+    none, some = torch.zeros(0, 16), torch.full((3, 16), 2.0**-3)
+    with Watch() as watch:
+        observe("never", "x", none, quantize(none, E4M3, granularity=granularity))
+        observe("a", "x", none, quantize(none, E4M3, granularity=granularity))
+    assert watch.figures() == []
+    with watch:
+        observe("a", "x", some, quantize(some, E4M3, granularity=granularity))
+        observe("a", "x", none, quantize(none, E4M3, granularity=granularity))
+    (found,) = watch.figures()
+    assert (found.module, found.amax, found.num_values) == ("a", 2.0**-3, 48)
+    assert found.scale > 1000
+
+
+@pytest.mark.parametrize("rows_padded", [0, 70])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_chunks_of_rows_add_up(
+    granularity: str, rows_padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures of an operand are the same in one piece and in pieces, wherever they stand out."""
+    values = torch.randn(600, 160, generator=torch.Generator().manual_seed(2))
+    values[:, ::7] *= 1e-6
+    values[300:, ::9] = 0
+    values[520, 3] = 50.0
+    padded = torch.cat([values, torch.full((rows_padded, 160), 1e-3)])
+    quantized = quantize(padded, E4M3, granularity=granularity)
+    # as if scales were of a step before: some values saturate
+    quantized = dataclasses.replace(quantized, scale_inv=quantized.scale_inv / 2)
+    whole = look(values, quantized)
+    assert whole.num_saturated > 0 and whole.amax == 50.0
+    monkeypatch.setattr(watch_module, "_CHUNK_ROWS", 128)
+    assert look(values, quantized) == whole
+
+
+class LargestMade(TorchDispatchMode):
+    """Remembers the size of the largest tensor that an operation made, views aside."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor) and tensor._base is None:
+                self.num_bytes = max(self.num_bytes, tensor.numel() * tensor.element_size())
+        return made
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_nothing_is_made_as_large_as_the_operand(granularity: str) -> None:
+    values = torch.ones(4 * 4096 + 5, 128, dtype=torch.bfloat16)
+    quantized = quantize(values, E4M3, granularity=granularity)
+    with Watch() as watch, LargestMade() as largest:
+        observe("a", "x", values, quantized)
+    assert 0 < largest.num_bytes <= 4096 * 128 * 4
+    (found,) = watch.figures()
+    assert found.num_values == values.numel()
 
 
 def test_looks_at_one_operand_add_up() -> None:
