@@ -23,7 +23,6 @@ import dataclasses
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.elementwise import rounded
-from benchmarks.hstu_attention import ceilings
+from benchmarks.hstu_attention import ceilings, wall_ms
 from modules.hstu_config import HSTUConfig
 from modules.hstu_layer import HSTULayer
 from modules.jagged_sequence import JaggedSequence
@@ -227,20 +226,6 @@ def device_ms(run: Callable[[], Any], *, repeats: int = 10) -> float:
         pairs.append((start, end))
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in pairs)
-
-
-def wall_ms(run: Callable[[], Any], *, repeats: int = 20, rounds: int = 7) -> float:
-    """Wall clock of one call when calls follow each other; median of some rounds of them."""
-    run()
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / repeats * 1e3)
-    return statistics.median(times)
 
 
 class Call:
