@@ -163,6 +163,7 @@ def _trunk_parts(
         device_type=device_type,
         max_num_users=_largest_batch(experiment.trainer),
         max_seq_len=experiment.max_seq_len,
+        precision=experiment.precision,
     )
     return {
         "replicated": ReplicatedTables(

@@ -80,6 +80,7 @@ class HSTUAttention(nn.Module):
             position_bias=self.position_bias,
             time_bias=self.time_bias,
             deterministic=config.deterministic,
+            fp8=config.attention_fp8 if self.training or config.fp8_eval else None,
         )
         return attn_THV, u_THV
 

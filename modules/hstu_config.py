@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ops.hstu_attention import CallShape, choose_backend
+from ops.hstu_attention import CallShape, Fp8Spec, choose_backend
 from ops.norm import refuse_unsupported
 
 if TYPE_CHECKING:
-    from configs.schema import NetworkArgs
+    from configs.schema import MixedPrecisionArgs, NetworkArgs
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,10 @@ class HSTUConfig:
     """Do not keep SiLU's output for the backward pass; compute it again."""
     deterministic: bool = False
     """Ask the backend for the same bits every run."""
+    attention_fp8: Fp8Spec | None = None
+    """How the attention is quantised in training; None = not at all."""
+    fp8_eval: bool = False
+    """Evaluation quantises too."""
 
     @property
     def uvqk_features(self) -> int:
@@ -63,6 +67,7 @@ class HSTUConfig:
         deterministic: bool = False,
         max_num_users: int | None = None,
         max_seq_len: int | None = None,
+        precision: "MixedPrecisionArgs | None" = None,
     ) -> "HSTUConfig":
         """Return the layer's config as a gin file's NetworkArgs asks for it.
 
@@ -73,11 +78,15 @@ class HSTUConfig:
             deterministic: ask the backend for the same bits every run.
             max_num_users, max_seq_len: of the largest batch and its longest user, in tokens; None
                 leaves the index range to the first call that passes it.
+            precision: asks for FP8 attention, or not; None = not.
 
         Raises:
             ValueError, NotImplementedError: a backend that cannot run here (`choose_backend`).
         """
         linear_dim = network.linear_channels
+        fp8 = None
+        if precision is not None and precision.has_fp8_attention:
+            fp8 = Fp8Spec(mode=precision.hstu_attn_quantization_mode)
         attention_backend = choose_backend(
             network.kernel_backend,
             device_type=device_type,
@@ -87,6 +96,7 @@ class HSTUConfig:
                 deterministic=deterministic,
                 max_num_users=max_num_users,
                 max_seq_len=max_seq_len,
+                fp8=fp8,
             ),
         )
         return cls(
@@ -109,6 +119,8 @@ class HSTUConfig:
             recompute_input_layernorm=network.recompute_input_layernorm,
             recompute_input_silu=network.recompute_input_silu,
             deterministic=deterministic,
+            attention_fp8=fp8,
+            fp8_eval=precision is not None and precision.fp8_eval,
         )
 
 
@@ -119,6 +131,7 @@ def _call_shape(
     deterministic: bool,
     max_num_users: int | None,
     max_seq_len: int | None,
+    fp8: Fp8Spec | None,
 ) -> CallShape:
     """Return what is known of the attention calls, for a backend to refuse them now."""
     return CallShape(
@@ -135,6 +148,7 @@ def _call_shape(
         has_position_bias=network.use_relative_position_bias,
         has_time_bias=network.use_time_bias,
         deterministic=deterministic,
+        fp8=fp8,
     )
 
 

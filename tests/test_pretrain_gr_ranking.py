@@ -191,8 +191,14 @@ REFUSALS = {
         {
             "MixedPrecisionArgs.mixed_precision_dtype": "fp8",
             "MixedPrecisionArgs.hstu_attn_quantization_mode": "per_head",
+            "NetworkArgs.kernel_backend": "triton",
         },
-        ["MixedPrecisionArgs.hstu_attn_quantization_mode", "per_head", "'bf16'"],
+        [
+            "MixedPrecisionArgs.hstu_attn_quantization_mode",
+            "per_head",
+            "'bf16'",
+            "NetworkArgs.kernel_backend = 'pytorch'",
+        ],
     ),
     "prefetch": ({"TrainerArgs.pipeline_type": "prefetch"}, ["prefetch", "native"]),
     "shuffler": (

@@ -73,11 +73,8 @@ def _without_start(experiment: ExperimentArgs) -> ExperimentArgs:
         experiment.trainer, resume=None, ckpt_load_dir=None, early_stopping_metric=None
     )
     precision = experiment.precision
-    if precision.has_fp8_linears and not precision.fp8_eval:
-        if precision.has_fp8_attention:  # which has a switch of its own
-            precision = dataclasses.replace(precision, linear_recipe=None)
-        else:
-            precision = dataclasses.replace(precision, mixed_precision_dtype=None)
+    if not precision.fp8_eval:
+        precision = dataclasses.replace(precision, mixed_precision_dtype=None)
     return dataclasses.replace(experiment, trainer=trainer, precision=precision)
 
 

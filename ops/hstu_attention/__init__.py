@@ -31,21 +31,24 @@ Bias, added to the scores of the columns that are visible, per head:
 
 from torch import Tensor
 
-from ops.hstu_attention import fbgemm_impl, pytorch_impl, reference
+from ops.hstu_attention import emulated_impl, fbgemm_impl, pytorch_impl, reference
 from ops.hstu_attention.checks import check_arguments
 from ops.hstu_attention.dispatch import (
     BACKENDS,
     CallShape,
     available_backends,
     choose_backend,
+    refuse_fp8,
     refuse_unavailable,
 )
-from ops.hstu_attention.spec import AttentionSpec
+from ops.hstu_attention.spec import FP8_MODES, AttentionSpec, Fp8Spec
 
 __all__ = [
     "BACKENDS",
+    "FP8_MODES",
     "AttentionSpec",
     "CallShape",
+    "Fp8Spec",
     "available_backends",
     "choose_backend",
     "hstu_attention",
@@ -75,6 +78,7 @@ def hstu_attention(
     position_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     deterministic: bool = False,
+    fp8: Fp8Spec | None = None,
 ) -> Tensor:
     """Return the attention output O_THV in the dtype of the inputs; mask, bias: module docstring.
 
@@ -98,6 +102,7 @@ def hstu_attention(
         position_bias: (H, num_position_buckets), trained.
         time_bias: (H, num_time_buckets), trained.
         deterministic: the same bits every run; slower bias gradients on a GPU.
+        fp8: quantise to FP8, None = not at all; "pytorch" emulates it, other backends refuse it.
 
     Raises:
         ValueError: shapes, offsets or counts that contradict each other. Values are read only
@@ -117,8 +122,19 @@ def hstu_attention(
         position_bias=position_bias,
         time_bias=time_bias,
         deterministic=deterministic,
+        fp8=fp8,
     )
     check_arguments(q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec)
+    if fp8 is not None:
+        reason = refuse_fp8(backend)
+        if reason is not None:
+            raise NotImplementedError(
+                f"hstu_attention(backend) = {backend!r} cannot run: {reason}; "
+                "what runs here: pytorch, or fp8 = None"
+            )
+        return emulated_impl.hstu_attention(
+            q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
+        )
     if backend == "pytorch":
         return pytorch_impl.hstu_attention(
             q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from ops.hstu_attention import fbgemm_impl
+from ops.hstu_attention.spec import Fp8Spec
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class CallShape:
     has_position_bias: bool = False
     has_time_bias: bool = False
     deterministic: bool = False
+    fp8: Fp8Spec | None = None
 
     @property
     def max_num_rows(self) -> int | None:
@@ -51,6 +53,15 @@ class CallShape:
         if self.max_num_users is None or self.max_seq_len is None:
             return None
         return self.max_num_users * self.max_seq_len
+
+
+def refuse_fp8(name: str) -> str | None:
+    """Return why a backend has no FP8 attention, None where it has."""
+    if name == "pytorch":
+        return None
+    if name == "reference":
+        return "the oracle rounds nothing"
+    return "its FP8 attention is not built yet"
 
 
 def refuse_unsupported(shape: CallShape) -> str | None:
@@ -89,6 +100,9 @@ def available_backends(
 def _refuse(name: str, device_type: str | None, shape: CallShape | None) -> str | None:
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    refusal = None if shape is None or shape.fp8 is None else refuse_fp8(name)
+    if refusal is not None:
+        return refusal
     if name == "triton":
         return _refuse_triton(device_type, shape)
     return fbgemm_impl.refuse(device_type, shape) if name == "cutlass" else None
@@ -134,6 +148,7 @@ def choose_backend(
         refusal = refuse_unavailable(name, field=field, device_type=device_type, shape=shape)
         if refusal is not None:
             raise refusal
+        _announce_emulation(name, device_type, shape)
         return name
     backends = available_backends(device_type, shape)
     picked = "triton" if device_type == "cuda" and backends["triton"] is None else "pytorch"
@@ -145,7 +160,20 @@ def choose_backend(
     if message not in _announced:
         _announced.add(message)
         logger.info("%s", message)
+    _announce_emulation(picked, device_type, shape)
     return picked
+
+
+def _announce_emulation(name: str, device_type: str, shape: CallShape | None) -> None:
+    if shape is None or shape.fp8 is None or name != "pytorch":
+        return
+    message = (
+        f'FP8 attention ({shape.fp8.mode}) is emulated by "pytorch" on {device_type}: the rounding '
+        "of FP8 kernels, slower than attention in BF16"
+    )
+    if message not in _announced:
+        _announced.add(message)
+        logger.warning("%s", message)
 
 
 def refuse_unavailable(
