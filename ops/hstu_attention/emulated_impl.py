@@ -6,17 +6,18 @@ for float64 inputs). Layout, masks and biases are those of `pytorch_impl`.
 
     product        left                          right              applied to the sum
     S  = q k^T     q                             k                  A**-0.5
-    O  = P v       P = silu(S), unscaled          v                  1 / scaling_seqlen
+    O  = P v       P = silu(S)                   v                  1 / scaling_seqlen
     dP = dO v^T    dO                            v                  (none: dP stays normalised)
     dV = P^T dO    P                             dO                 1 / scaling_seqlen
     dK = dS^T q    dS = silu'(S) dP, 2**-k       q                  A**-0.5 / scaling_seqlen
     dQ = dS k      dS in BF16                    k                  A**-0.5 / scaling_seqlen
 
-q, k, v and P are E4M3 (P under `Fp8Spec.weight_exponent`, 0 unless asked for), dO is what `Fp8Spec.grad_dtype` says, dS is what `INTERMEDIATE` says of each
-product. Scales come off afterwards: no 1 / scaling_seqlen and no small dO reaches a cast. dS is
-made of dO and v without their scales, both at most the largest number of their format, so a static
-power of two keeps it from saturating (where v has no scale, for |v| up to 8). Biases are added to S
-and their gradients taken from dS in FP32.
+q, k, v and P are E4M3 (P under `Fp8Spec.weight_exponent`, 0 unless asked for), dO is what
+`Fp8Spec.grad_dtype` says, dS is what `INTERMEDIATE` says of each product. Scales come off after a
+product: no 1 / scaling_seqlen and no small dO reaches a cast. dS is made of dO and v without their
+scales, both at most the largest number of their format, so a static power of two keeps it from
+saturating (where v has no scale, for |v| up to 8). Biases are added to S, and their gradients taken
+from dS, in FP32.
 
 Scales of q, k and v by mode; those of dO are the same, but a block's in the modes cast and per_row:
 
@@ -155,7 +156,9 @@ class _Fp8Attention(torch.autograd.Function):
                 rows, keys = slice(tile.row_start, tile.row_end), slice(0, tile.key_end)
                 scores = scores_of(padded_q[:, rows], padded_k[:, keys])
                 bias.add_to(scores, tile)
-                weights = mask_tile(_rounded(F.silu(scores, inplace=True), "O", exponent), tile, bucket)
+                weights = mask_tile(
+                    _rounded(F.silu(scores, inplace=True), "O", exponent), tile, bucket
+                )
                 padded_out[:, rows] = matmul(weights, padded_v[:, keys], inverse_scale)
             outputs.append(padded_out.to(v.dtype))
         return unpad(outputs, v, plan)

@@ -111,7 +111,7 @@ def emulate(
 def make_call(
     case: Case, mode: str, **fp8_options: Any
 ) -> tuple[dict[str, Tensor], AttentionSpec, Tensor, Tensor]:
-    """Differentiable inputs with a tail of five rows, the spec, offsets and the output's gradient."""
+    """Differentiable inputs with five rows of no user, the spec, offsets and dO."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape: int) -> Tensor:
