@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.hstu_attention import CallShape, available_backends, choose_backend, hstu_attention
+from ops.hstu_attention import (
+    CallShape,
+    Fp8Spec,
+    available_backends,
+    choose_backend,
+    hstu_attention,
+)
 from ops.hstu_attention.reference import visible
 from ops.hstu_attention.spec import AttentionSpec
 from ops.hstu_attention.time_buckets import time_bucket_boundaries
@@ -438,6 +444,19 @@ def test_what_triton_lacks_auto_gives_to_pytorch_and_says_why(
     assert re.search(
         f'runs "pytorch" on cuda .triton: .*{reason}.*cutlass: no hstu', record.message
     )
+
+
+def test_fp8_attention_that_auto_emulates_on_a_gpu_is_a_warning(quiet_so_far) -> None:
+    fp8 = Fp8Spec(mode="per_block")
+    shape = CallShape(attention_dim=64, linear_dim=64, dtype=torch.bfloat16, fp8=fp8)
+    for backend in ("triton", "cutlass"):
+        with pytest.raises(NotImplementedError, match="not built yet; what runs here: pytorch;"):
+            choose_backend(backend, device_type="cuda", shape=shape)
+    for _ in range(2):
+        assert choose_backend("auto", device_type="cuda", shape=shape) == "pytorch"
+    picked, emulated = quiet_so_far.records
+    assert "triton: its FP8 attention is not built yet" in picked.message
+    assert emulated.levelname == "WARNING" and "(per_block) is emulated" in emulated.message
 
 
 def test_time_buckets_are_those_of_the_formula() -> None:
