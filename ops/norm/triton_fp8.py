@@ -18,7 +18,7 @@ from ops.quantize.operand import CastRule, Fp8Operand
 from ops.quantize.triton_cast import INTERPRETED, MAX_PROGRAMS, begin, emit, finish, load_four
 from ops.quantize.triton_impl import Tuning, empty_operand, num_row_tiles, run_cast
 
-TUNING = Tuning(rows=32, columns=128, stages=1)
+TUNING = Tuning(columns=64, stages=4)
 
 
 def norm_cast(

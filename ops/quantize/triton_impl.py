@@ -39,7 +39,7 @@ class Tuning:
     """Tiles in flight, the one that is computed included."""
 
 
-TUNING = Tuning(columns=64, warps=4, programs=5, stages=1)
+TUNING = Tuning(columns=64)
 
 
 def cast_rows(
