@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.backends.nvidia.driver import make_tensordesc_arg
 
 _MAX_ENCODINGS = 4096
+_flags: dict[int, tuple[bool, ...]] = {}
 _compiled: dict[tuple[Any, ...], Any] = {}
 _encodings: dict[tuple[Any, ...], list[Any]] = {}
 
@@ -36,7 +37,9 @@ def launch(
         kernel[grid](*values, **options)
         return
     device = torch.cuda.current_device()
-    key = (kernel, device, *options.values(), *map(_kind, values, _compile_time(kernel)))
+    # by id: a kernel lives as long as its module, and Triton hashes its source
+    kinds = map(_kind, values, _compile_time(id(kernel), kernel.params))
+    key = (id(kernel), device, *options.values(), *kinds)
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*values, **options)
@@ -90,9 +93,11 @@ def _encoded(descriptor: Any, encoding: Any, name: str) -> list[Any]:
     return arguments
 
 
-@cache
-def _compile_time(kernel: Any) -> tuple[bool, ...]:
-    return tuple(parameter.is_constexpr for parameter in kernel.params)
+def _compile_time(kernel_id: int, parameters: list[Any]) -> tuple[bool, ...]:
+    flags = _flags.get(kernel_id)
+    if flags is None:
+        flags = _flags[kernel_id] = tuple(one.is_constexpr for one in parameters)
+    return flags
 
 
 def _kind(value: Any, is_compile_time: bool) -> Any:
@@ -108,3 +113,13 @@ def _kind(value: Any, is_compile_time: bool) -> Any:
         return value.dtype, value.data_ptr() % 16 == 0
     # a tensor descriptor
     return value.base.dtype, *value.block_shape
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up; triton.cdiv costs the host as much as an allocation."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is not below n, n at least 1."""
+    return 1 << (n - 1).bit_length()

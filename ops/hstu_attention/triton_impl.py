@@ -29,6 +29,7 @@ from ops.hstu_attention.triton_backward import cast_kernel, keys_kernel, rows_ke
 from ops.hstu_attention.triton_forward import forward_kernel
 from ops.hstu_attention.triton_kernels import Numerics, Rule
 from ops.hstu_attention.triton_schedule import Schedule, build_schedule
+from ops.triton_launch import cdiv, next_power_of_2
 
 INTERPRETED = triton.knobs.runtime.interpret
 _MAX_ROW_STRIDE = 2**23  # times 256 rows of a tile it still fits 31 bits
@@ -223,9 +224,7 @@ class _Call:
 
     def padded_dims(self) -> tuple[int, int]:
         """attention_dim and linear_dim as powers of two that tl.dot takes."""
-        return tuple(
-            max(16, triton.next_power_of_2(d)) for d in (self.attention_dim, self.linear_dim)
-        )
+        return tuple(max(16, next_power_of_2(d)) for d in (self.attention_dim, self.linear_dim))
 
     def structure(self, block: int) -> dict[str, Any]:
         """Arguments that all kernels share: the batch's structure and the mask's numbers."""
@@ -382,7 +381,7 @@ def _launch_rows(
 
 def _cast(call: _Call, dq_acc: Tensor, dq: Tensor) -> None:
     block = 4096
-    cast_kernel[(triton.cdiv(dq.numel(), block),)](
+    cast_kernel[(cdiv(dq.numel(), block),)](
         dq_acc,
         dq,
         call.scaling_seqlen,

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.triton_launch import launch
+from ops.triton_launch import launch, next_power_of_2
 
 _L2_BYTES = 32 << 20  # two thirds of a Hopper's L2
 HEADER = tl.constexpr(4)
@@ -72,7 +72,7 @@ def build_schedule(
     max_blocks = num_rows // block + num_users
     table = torch.empty(HEADER.value + 2 * max_blocks, dtype=torch.int32, device=seq_offsets.device)
     chunk_rows = max(_L2_BYTES // bytes_per_row, block)
-    users_per_step = min(1024, max(16, triton.next_power_of_2(num_users)))
+    users_per_step = min(1024, max(16, next_power_of_2(num_users)))
     # never empty: no program, no table and no assertion
     num_levels = max(1, -(-min(max_seq_len, num_rows) // block))
     grid = (num_levels, num_rows // chunk_rows + 1)

@@ -17,8 +17,9 @@ from ops.norm.triton_rows import check_rows, load_stats
 from ops.quantize.operand import CastRule, Fp8Operand
 from ops.quantize.triton_cast import INTERPRETED, MAX_PROGRAMS, begin, emit, finish, load_four
 from ops.quantize.triton_impl import Tuning, empty_operand, num_row_tiles, run_cast
+from ops.triton_launch import next_power_of_2
 
-TUNING = Tuning(columns=64, stages=4)
+TUNING = Tuning(rows=32, columns=128, stages=1)
 
 
 def norm_cast(
@@ -68,7 +69,7 @@ def norm_cast(
     if stats is None:
         stats = torch.empty((2, num_rows), dtype=torch.float32, device=x_TD.device)
     normed = torch.empty_like(x_TD) if wants_normed else None
-    block = max(16, triton.next_power_of_2(width))
+    block = max(16, next_power_of_2(width))
     tuning = TUNING
     num_tiles = num_row_tiles(out, num_rows, tuning.rows)
     run_cast(

@@ -26,7 +26,7 @@ from ops.norm.triton_rows import (
     store_rows,
 )
 from ops.norm.triton_sums import sum_partials
-from ops.triton_launch import launch
+from ops.triton_launch import cdiv, launch
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, *, bias_D: Tensor, eps: float) -> Tensor:
@@ -47,7 +47,7 @@ def norm_forward(
         tiles = row_tiles("norm_forward", width, x_TD.element_size())
         launch(
             _forward_kernel,
-            (triton.cdiv(num_rows, tiles.rows),),
+            (cdiv(num_rows, tiles.rows),),
             {
                 "x_ptr": x_TD,
                 "weight_ptr": weight_D,

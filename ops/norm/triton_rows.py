@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.norm import refuse_unsupported
+from ops.triton_launch import next_power_of_2
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -72,7 +73,7 @@ def row_tiles(kernel: str, width: int, element_bytes: int) -> RowTiles:
     Other widths get the nearest entry's number of entries a tile; where that is less than one row,
     more warps.
     """
-    block = max(16, triton.next_power_of_2(width))
+    block = max(16, next_power_of_2(width))
     measured = 512 if block <= 512 else 1024
     rows, warps, programs, stages = _TILES[kernel, measured]
     if INTERPRETED:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.norm.triton_rows import INTERPRETED, check_rows, column_sums, num_processors
-from ops.triton_launch import launch
+from ops.triton_launch import cdiv, launch, next_power_of_2
 
 _PROGRAMS = 4  # a multiprocessor
 _TILE_BYTES = 4096
@@ -33,9 +33,9 @@ def sum_rows(x_TD: Tensor, *, dtype: torch.dtype) -> Tensor:
     num_rows, width = x_TD.shape
     if not num_rows:
         return x_TD.new_zeros(width, dtype=dtype)
-    columns = min(256, max(16, triton.next_power_of_2(width)))
+    columns = min(256, max(16, next_power_of_2(width)))
     rows = 16 if INTERPRETED else _TILE_BYTES // (columns * x_TD.element_size())
-    blocks, num_tiles = triton.cdiv(width, columns), triton.cdiv(num_rows, rows)
+    blocks, num_tiles = cdiv(width, columns), cdiv(num_rows, rows)
     chunks = max(1, min(num_tiles, _PROGRAMS * num_processors(x_TD.device) // blocks))
     partial = torch.empty((chunks, width), dtype=torch.float32, device=x_TD.device)
     launch(
@@ -64,7 +64,7 @@ def sum_partials(partial_PD: Tensor, *, dtype: torch.dtype) -> Tensor:
     rows, columns = _PARTIAL_TILE
     launch(
         _partials_kernel,
-        (triton.cdiv(width, columns),),
+        (cdiv(width, columns),),
         {
             "partial_ptr": partial_PD,
             "out_ptr": out,

@@ -22,7 +22,7 @@ from ops.quantize.triton_cast import (
     to_fp8,
 )
 from ops.quantize.triton_impl import TRITON_FP8, check_castable
-from ops.triton_launch import launch
+from ops.triton_launch import cdiv, launch, next_power_of_2
 
 BLOCK = 128
 _ROW_TILE = (8, 512)  # rows, columns
@@ -47,7 +47,7 @@ def cast_each_row(x_TK: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]
     rows, columns = _ROW_TILE
     launch(
         _rows_kernel,
-        (triton.cdiv(num_rows, rows),),
+        (cdiv(num_rows, rows),),
         {
             "x_ptr": x_TK,
             "values_ptr": values,
@@ -55,7 +55,7 @@ def cast_each_row(x_TK: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]
             "num_rows": num_rows,
             "K": width,
             "ROWS": rows,
-            "COLS": min(columns, max(16, triton.next_power_of_2(width))),
+            "COLS": min(columns, max(16, next_power_of_2(width))),
             "FP8": TRITON_FP8[fp8_dtype],
         },
         num_warps=_ROW_WARPS,
@@ -85,7 +85,7 @@ def cast_strips(
     check_castable(x_TK)
     num_rows, width = x_TK.shape
     device = x_TK.device
-    row_blocks, blocks = triton.cdiv(num_rows, BLOCK), triton.cdiv(width, BLOCK)
+    row_blocks, blocks = cdiv(num_rows, BLOCK), cdiv(width, BLOCK)
     padded = row_blocks * BLOCK
     values = torch.empty((padded, width), dtype=fp8_dtype, device=device)
     transposed = torch.empty((width, padded), dtype=fp8_dtype, device=device)
@@ -132,7 +132,7 @@ def cast_squares(
     """
     check_castable(weight_NK)
     out_features, in_features = weight_NK.shape
-    out_blocks, in_blocks = triton.cdiv(out_features, BLOCK), triton.cdiv(in_features, BLOCK)
+    out_blocks, in_blocks = cdiv(out_features, BLOCK), cdiv(in_features, BLOCK)
     device = weight_NK.device
     values = torch.empty((out_features, in_features), dtype=fp8_dtype, device=device)
     transposed = torch.empty((in_features, out_features), dtype=fp8_dtype, device=device)

@@ -17,7 +17,7 @@ from ops.norm.triton_rows import num_processors
 from ops.norm.triton_sums import sum_partials
 from ops.quantize.operand import CastRule, Fp8Operand
 from ops.quantize.triton_cast import INTERPRETED, MAX_PROGRAMS, begin, emit, finish, load_four
-from ops.triton_launch import launch
+from ops.triton_launch import cdiv, launch, next_power_of_2
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,7 +39,7 @@ class Tuning:
     """Tiles in flight, the one that is computed included."""
 
 
-TUNING = Tuning(columns=64)
+TUNING = Tuning(columns=64, warps=4, programs=5, stages=1)
 
 
 def cast_rows(
@@ -74,8 +74,8 @@ def cast_rows(
         wants_transposed=wants_transposed,
     )
     tuning = TUNING
-    rows, columns = tuning.rows, min(tuning.columns, max(16, triton.next_power_of_2(width)))
-    blocks, num_tiles = triton.cdiv(width, columns), num_row_tiles(out, num_rows, rows)
+    rows, columns = tuning.rows, min(tuning.columns, max(16, next_power_of_2(width)))
+    blocks, num_tiles = cdiv(width, columns), num_row_tiles(out, num_rows, rows)
     chunks = max(1, min(num_tiles, tuning.programs * num_processors(x_TK.device) // blocks))
     partial = None
     if sums_dtype is not None:
@@ -137,7 +137,7 @@ def empty_operand(
 
 def num_row_tiles(out: Fp8Operand, num_rows: int, rows: int) -> int:
     """Return how many tiles of `rows` rows reach the end of the longer orientation."""
-    return triton.cdiv(num_rows if out.transposed is None else out.transposed.shape[1], rows)
+    return cdiv(num_rows if out.transposed is None else out.transposed.shape[1], rows)
 
 
 def run_cast(

@@ -22,8 +22,9 @@ from ops.quantize.operand import CastRule, Fp8Operand
 from ops.quantize.triton_cast import INTERPRETED, begin, emit, finish, load_four
 from ops.quantize.triton_impl import Tuning, empty_operand, num_row_tiles, run_cast
 from ops.silu_split.triton_impl import sigmoid
+from ops.triton_launch import cdiv, next_power_of_2
 
-TUNING = Tuning(columns=64, programs=3)
+TUNING = Tuning(rows=128, columns=64, warps=16, programs=2, registers=64, stages=1)
 
 
 class GradientTarget(Protocol):
@@ -76,7 +77,7 @@ def silu_backward_cast(
     columns = tile_columns(linear_dim, attention_dim, at_most=tuning.columns)
     rows = min(256, tuning.rows * tuning.columns // columns)
     num_tiles = num_row_tiles(out, num_rows, rows)
-    blocks = 2 * num_heads * sum(triton.cdiv(dim, columns) for dim in (linear_dim, attention_dim))
+    blocks = 2 * num_heads * sum(cdiv(dim, columns) for dim in (linear_dim, attention_dim))
     chunks = max(1, min(num_tiles, tuning.programs * num_processors(uvqk_TX.device) // blocks))
     partial = None
     if bias_X is not None:
@@ -113,7 +114,7 @@ def tile_columns(linear_dim: int, attention_dim: int, *, at_most: int) -> int:
     even = min(at_most, common & -common)
     if even >= 32:
         return even
-    return min(at_most, max(16, triton.next_power_of_2(max(linear_dim, attention_dim))))
+    return min(at_most, max(16, next_power_of_2(max(linear_dim, attention_dim))))
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ops.norm.triton_rows import INTERPRETED, check_rows, num_processors
 from ops.norm.triton_sums import sum_partials
-from ops.triton_launch import launch
+from ops.triton_launch import cdiv, launch, next_power_of_2
 
 if TYPE_CHECKING:
     from ops.silu_split.triton_fp8 import GradientTarget
@@ -73,12 +73,12 @@ class _SiluSplit(torch.autograd.Function):
         skipped = 0 if activates_u else linear_dim
         width = num_heads * (sum(widths) - skipped)
         activated = uvqk.new_empty((num_rows, width))
-        columns = min(512, triton.next_power_of_2(width))
+        columns = min(512, next_power_of_2(width))
         rows = _rows(columns, uvqk)
         if num_rows:
             launch(
                 _forward_kernel,
-                (triton.cdiv(num_rows, rows) * triton.cdiv(width, columns),),
+                (cdiv(num_rows, rows) * cdiv(width, columns),),
                 {
                     "uvqk_ptr": uvqk,
                     "bias_ptr": bias,
@@ -134,8 +134,8 @@ def _launch_backward(
         return duvqk, None if bias is None else torch.zeros_like(bias)
     columns = _columns(linear_dim, attention_dim)
     rows = _rows(columns, uvqk)
-    num_tiles = triton.cdiv(num_rows, rows)
-    blocks = 2 * num_heads * sum(triton.cdiv(dim, columns) for dim in (linear_dim, attention_dim))
+    num_tiles = cdiv(num_rows, rows)
+    blocks = 2 * num_heads * sum(cdiv(dim, columns) for dim in (linear_dim, attention_dim))
     chunks = max(1, min(num_tiles, _PROGRAMS * num_processors(uvqk.device) // blocks))
     partial = None
     if bias is not None:
@@ -171,7 +171,7 @@ def _columns(linear_dim: int, attention_dim: int) -> int:
     even = min(_MAX_COLUMNS, common & -common)
     if even >= 32:
         return even
-    return min(_MAX_COLUMNS, max(16, triton.next_power_of_2(max(linear_dim, attention_dim))))
+    return min(_MAX_COLUMNS, max(16, next_power_of_2(max(linear_dim, attention_dim))))
 
 
 def _rows(columns: int, uvqk: Tensor) -> int:

@@ -106,7 +106,7 @@ def test_a_dtype_without_kernel() -> None:
 
 
 @pytest.mark.parametrize("scale", [11.0, None], ids=["known", "present"])
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 16), (17, 144), (70, 48)])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 16), (17, 144), (70, 48), (6, 1040)])
 def test_norm(num_rows: int, width: int, scale: float | None) -> None:
     """The norm in FP8 is the cast of the norm's rows, which are those of the plain kernel."""
     from ops.norm.triton_fp8 import norm_cast
