@@ -31,7 +31,8 @@ check "lint (ruff check)" ruff check .
 check "types (mypy)" mypy
 check "import rules (import-linter)" lint-imports
 check "shell syntax (bash -n)" shell_syntax
-check "tests (pytest)" python -m pytest --cov --cov-report=term --durations=10 "$@"
+check "tests (pytest)" python -m pytest --cov --cov-report=term --durations=20 \
+    --numprocesses=2 --dist=loadfile "$@"
 
 if [ -n "$failed" ]; then
     printf '\nFAILED: %s\n' "$failed"
