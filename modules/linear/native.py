@@ -11,6 +11,7 @@ that is known before (delayed scaling):
     dx = dy w                         2 N read, 2 K written        1 N read, 2 K written
     dw = dy^T x                       2 N + 2 K read               1 N + 1 K read
     layer norm's backward             K: 4 (6) read, 2 written     the same
+    LN(attn) * u, dropout -> x        K: 4 read, 2 written         4 read, 1 + 1 written
 
 So the fused boundary moves no byte more than BF16 outside of its products, which take half the
 time at best: at 65,536 x 512 x 2048 the rest (1.7 GB, 0.43 ms) is more than a third of the BF16
@@ -196,18 +197,34 @@ class NativeEngine(LinearEngine):
         dropout: float,
     ) -> tuple[Operand, tuple[Tensor | None, ...], int]:
         """Return the gated rows as operand "x", and what `gate_backward` needs."""
-        from ops.gated_norm.triton_impl import gate_forward
+        options: dict[str, Any] = {
+            "weight": weight,
+            "bias": bias,
+            "eps": eps,
+            "u_bias_HV": u_bias_HV,
+            "dropout": dropout,
+        }
+        if not self._is_fused:
+            from ops.gated_norm.triton_impl import gate_forward
 
-        gated, kept, key = gate_forward(
+            rows, kept, key = gate_forward(attn_THV, u_THV, **options)
+            return self.cast(rows, "x")[0], kept, key
+        from ops.gated_norm.triton_fp8 import gate_cast
+
+        recipe, watched = self.recipe, is_watched()
+        cast, gated, kept, key = gate_cast(
             attn_THV,
             u_THV,
-            weight=weight,
-            bias=bias,
-            eps=eps,
-            u_bias_HV=u_bias_HV,
-            dropout=dropout,
+            **options,
+            rule=self._rule("x"),
+            row_multiple=recipe.row_multiple,
+            wants_transposed=recipe.fp8_wgrad,
+            wants_gated=watched or not recipe.fp8_wgrad,
         )
-        return self.cast(gated, "x")[0], kept, key
+        result = Operand.of(cast, gated)
+        if watched and gated is not None:
+            self._observe("x", gated, result)
+        return result, kept, key
 
     def output(
         self, x: Operand, weight: Operand, *, like_T: Tensor, bias_N: Tensor | None = None

@@ -48,9 +48,12 @@ def drop_below(probability: float) -> int:
 
 
 @triton.jit
-def keep_mask(seed, row, drop_below, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Which entries of rows `row` (ROWS,) are kept, (ROWS, BLOCK); BLOCK a multiple of 8."""
-    group = tl.arange(0, BLOCK // 8)[None, :].to(tl.uint32)
+def keep_mask(seed, row, drop_below, ROWS: tl.constexpr, BLOCK: tl.constexpr, first=0):
+    """Which entries of rows `row` (ROWS,) are kept, (ROWS, BLOCK); BLOCK a multiple of 8.
+
+    first: the tile's first column, a multiple of 8.
+    """
+    group = (first // 8 + tl.arange(0, BLOCK // 8))[None, :].to(tl.uint32)
     r0, r1, r2, r3 = _philox(seed, group, row[:, None].to(tl.uint32))
     words = tl.join(tl.join(r0, r1), tl.join(r2, r3))
     draws = tl.join(words << 16, words)  # the limit has no low bits, so these need no masking

@@ -5,7 +5,7 @@ Bytes, for rows of b bytes: 3 b a row forward, 5 b backward. FP32 arithmetic; ke
 are attn, u, 8 bytes of statistics a row and the mask's key. First derivatives only.
 """
 
-# ruff: noqa: ANN001  a kernel's arguments are device values without a Python type
+# ruff: noqa: ANN001, ANN201  a kernel's arguments are device values without a Python type
 
 from typing import Any
 
@@ -208,7 +208,7 @@ def _load_head_vector(ptr, head_stride, V: tl.constexpr, D: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def _gate_rows(
+def gate_rows(
     xhat,
     u,
     weight,
@@ -220,9 +220,11 @@ def _gate_rows(
     SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    first=0,
 ):
     """dropout((xhat * weight + bias) * gate); u_bias None: u is the gate, else its pre-activation.
 
+    A tile (ROWS, BLOCK_D) that begins in column `first`.
     The mask zeroes the gate: behind the product, entries would be chosen after rounding, which
     packs two into a register, and packed once more.
     """
@@ -232,7 +234,7 @@ def _gate_rows(
     elif SCALE != 1.0:
         u *= SCALE
     if DROP_BELOW > 0:
-        u = tl.where(keep_mask(key, row, DROP_BELOW, ROWS, BLOCK_D), u, 0.0)
+        u = tl.where(keep_mask(key, row, DROP_BELOW, ROWS, BLOCK_D, first), u, 0.0)
     return (xhat * weight + bias) * u
 
 
@@ -276,9 +278,7 @@ def _forward_kernel(
         bias = load_vector(bias_ptr, D, BLOCK_D)
         if u_bias_ptr is not None:
             u_bias = _load_head_vector(u_bias_ptr, u_bias_stride, V, D, BLOCK_D)
-        gated = _gate_rows(
-            xhat, u, weight, bias, u_bias, key, row, DROP_BELOW, SCALE, ROWS, BLOCK_D
-        )
+        gated = gate_rows(xhat, u, weight, bias, u_bias, key, row, DROP_BELOW, SCALE, ROWS, BLOCK_D)
         store_rows(gated_ptr, row, num_rows, gated, D, BLOCK_D)
     else:
         weight = load_vector(weight_ptr, D, BLOCK_D)
@@ -290,7 +290,7 @@ def _forward_kernel(
             attn = load_rows(attn_ptr, row, num_rows, D, BLOCK_D)
             u = _load_heads(u_ptr, row, num_rows, u_stride, u_head_stride, V, D, BLOCK_D)
             xhat = standardise(attn, stats_ptr, row, num_rows, eps, D, BLOCK_D)
-            gated = _gate_rows(
+            gated = gate_rows(
                 xhat, u, weight, bias, u_bias, key, row, DROP_BELOW, SCALE, ROWS, BLOCK_D
             )
             store_rows(gated_ptr, row, num_rows, gated, D, BLOCK_D)

@@ -18,6 +18,7 @@ def _import_kernels() -> None:
     if INTERPRETED:
         os.environ["TRITON_INTERPRET"] = "1"
     try:
+        from ops.gated_norm import triton_fp8 as gate_fp8  # noqa: F401
         from ops.gated_norm import triton_impl  # noqa: F401
         from ops.norm import triton_fp8  # noqa: F401
         from ops.norm import triton_impl as norm_impl  # noqa: F401
