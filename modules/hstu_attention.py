@@ -1,6 +1,7 @@
 """Attention of an HSTU layer: from the fused projection to the attention output and the gate u."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from modules.hstu_config import HSTUConfig
 from modules.jagged_sequence import JaggedSequence
 from modules.linear.sink import GradientSink
-from ops.hstu_attention import hstu_attention
+from ops.hstu_attention import AttentionSpec, hstu_attention, hstu_attention_from_uvqk
 from ops.silu_split import RecomputedActivation, silu_split
 
 
@@ -46,9 +47,21 @@ class HSTUAttention(nn.Module):
             sequence: offsets, counts and times; its values are not read.
             bias_X: added to uvqk first (`NormLinear.left_bias`).
             gradient_target: takes uvqk's gradient in FP8 (`modules.linear.sink`).
-            recomputed: entered by the caller; told of SiLU's output, so that it is not kept.
+            recomputed: entered by the caller; told of SiLU's output, so that it is not kept. FP8
+                kernels keep none, and with it quantise again instead of keeping codes.
         """
         config = self.config
+        fp8 = config.attention_fp8 if self.training or config.fp8_eval else None
+        if fp8 is not None and config.attention_backend == "triton" and bias_X is not None:
+            return hstu_attention_from_uvqk(
+                uvqk_TX,
+                bias_X=bias_X,
+                num_heads=config.num_heads,
+                seq_offsets=sequence.seq_offsets_B1,
+                spec=AttentionSpec(**self._call(sequence), fp8=fp8),
+                gradient_target=gradient_target,
+                recompute=recomputed is not None,
+            )
         activate = partial(
             silu_split,
             num_heads=config.num_heads,
@@ -67,22 +80,29 @@ class HSTUAttention(nn.Module):
             k_THA,
             v_THV=v_THV,
             seq_offsets=sequence.seq_offsets_B1,
-            max_seq_len=sequence.max_seq_len,
-            scaling_seqlen=sequence.scaling_seqlen,
             backend=config.attention_backend,
-            num_contextuals=sequence.num_contextuals_B,
-            num_candidates=sequence.num_candidates_B,
-            target_group_size=config.target_group_size,
-            is_causal=config.is_causal,
-            disable_contextual_mask=config.disable_contextual_mask,
-            attention_window=config.attention_window,
-            timestamps=sequence.timestamps_T,
-            position_bias=self.position_bias,
-            time_bias=self.time_bias,
-            deterministic=config.deterministic,
-            fp8=config.attention_fp8 if self.training or config.fp8_eval else None,
+            fp8=fp8,
+            **self._call(sequence),
         )
         return attn_THV, u_THV
+
+    def _call(self, sequence: JaggedSequence) -> dict[str, Any]:
+        """Return mask, divisor and biases as `hstu_attention` and `AttentionSpec` name them."""
+        config = self.config
+        return {
+            "max_seq_len": sequence.max_seq_len,
+            "scaling_seqlen": sequence.scaling_seqlen,
+            "num_contextuals": sequence.num_contextuals_B,
+            "num_candidates": sequence.num_candidates_B,
+            "target_group_size": config.target_group_size,
+            "is_causal": config.is_causal,
+            "disable_contextual_mask": config.disable_contextual_mask,
+            "attention_window": config.attention_window,
+            "timestamps": sequence.timestamps_T,
+            "position_bias": self.position_bias,
+            "time_bias": self.time_bias,
+            "deterministic": config.deterministic,
+        }
 
 
 def _table(num_heads: int, num_buckets: int | None) -> nn.Parameter | None:

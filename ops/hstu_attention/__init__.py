@@ -29,6 +29,8 @@ Bias, added to the scores of the columns that are visible, per head:
     carries the time of its event, a contextual token that of the user's first event.
 """
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from ops.hstu_attention import emulated_impl, fbgemm_impl, pytorch_impl, reference
@@ -38,10 +40,12 @@ from ops.hstu_attention.dispatch import (
     CallShape,
     available_backends,
     choose_backend,
-    refuse_fp8,
     refuse_unavailable,
 )
 from ops.hstu_attention.spec import FP8_MODES, AttentionSpec, Fp8Spec
+
+if TYPE_CHECKING:
+    from ops.silu_split.triton_fp8 import GradientTarget
 
 __all__ = [
     "BACKENDS",
@@ -52,11 +56,12 @@ __all__ = [
     "available_backends",
     "choose_backend",
     "hstu_attention",
+    "hstu_attention_from_uvqk",
 ]
 
 
-# backends and kinds of device; asking anew costs the host as much as a launch
-_seen_to_run: set[tuple[str, str]] = set()
+# backends and kinds of device, in FP8 calls too; asking anew costs the host as much as a launch
+_seen_to_run: set[tuple[object, ...]] = set()
 
 
 def hstu_attention(
@@ -102,7 +107,8 @@ def hstu_attention(
         position_bias: (H, num_position_buckets), trained.
         time_bias: (H, num_time_buckets), trained.
         deterministic: the same bits every run; slower bias gradients on a GPU.
-        fp8: quantise to FP8, None = not at all; "pytorch" emulates it, other backends refuse it.
+        fp8: quantise to FP8, None = not at all; "pytorch" emulates it, "triton" has it on Hopper
+            (`dispatch.refuse_fp8`), other backends refuse it.
 
     Raises:
         ValueError: shapes, offsets or counts that contradict each other. Values are read only
@@ -125,12 +131,18 @@ def hstu_attention(
         fp8=fp8,
     )
     check_arguments(q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec)
+    if backend == "auto":
+        raise ValueError(
+            "hstu_attention(backend) must be a backend's name, got 'auto'; "
+            "ask choose_backend once, when the model is built"
+        )
     if fp8 is not None:
-        reason = refuse_fp8(backend)
-        if reason is not None:
-            raise NotImplementedError(
-                f"hstu_attention(backend) = {backend!r} cannot run: {reason}; "
-                "what runs here: pytorch, or fp8 = None"
+        _check_fp8(backend, q_THA, v_THV, spec)
+        if backend == "triton":
+            from ops.hstu_attention import fp8_impl  # not at the top: triton may be absent
+
+            return fp8_impl.hstu_attention(
+                q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
             )
         return emulated_impl.hstu_attention(
             q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
@@ -142,11 +154,6 @@ def hstu_attention(
     if backend == "reference":
         return reference.hstu_attention(
             q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
-        )
-    if backend == "auto":
-        raise ValueError(
-            "hstu_attention(backend) must be a backend's name, got 'auto'; "
-            "ask choose_backend once, when the model is built"
         )
     place = (backend, q_THA.device.type)
     refusal = None
@@ -165,3 +172,84 @@ def hstu_attention(
             q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
         )
     raise refusal or AssertionError(backend)
+
+
+def hstu_attention_from_uvqk(
+    uvqk_TX: Tensor,
+    *,
+    bias_X: Tensor | None,
+    num_heads: int,
+    seq_offsets: Tensor,
+    spec: AttentionSpec,
+    gradient_target: "GradientTarget | None" = None,
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return O_THA and u_THA of a fused projection, by the FP8 kernels of "triton".
+
+    To the bit `silu_split` with activates_u = False, then `hstu_attention`, but SiLU's output is
+    never written: one kernel makes the quantised q, k and v.
+
+    Args:
+        uvqk_TX: X = H * 4 A, head-major [u | v | q | k].
+        bias_X: added first; None for a projection that has its bias.
+        num_heads: H.
+        seq_offsets: as in `hstu_attention`.
+        spec: with fp8, without biases.
+        gradient_target: as in `silu_split`.
+        recompute: keep the projection alone for the backward pass and quantise once more.
+
+    Returns:
+        The output, and u as it lies in uvqk, before bias and SiLU, for a gate that applies them.
+
+    Raises:
+        ValueError, NotImplementedError: as `hstu_attention`.
+    """
+    if uvqk_TX.dim() != 2 or uvqk_TX.shape[1] % (4 * num_heads):
+        raise ValueError(
+            f"uvqk must be (T, num_heads * 4 * attention_dim) with num_heads {num_heads}, "
+            f"got {tuple(uvqk_TX.shape)}"
+        )
+    width = uvqk_TX.shape[1] // (4 * num_heads)
+    # of the shape that q, k and v have
+    u_THA = uvqk_TX.detach().view(-1, num_heads, 4 * width)[..., :width]
+    check_arguments(u_THA, u_THA, v_THV=u_THA, seq_offsets=seq_offsets, spec=spec)
+    _check_fp8("triton", u_THA, u_THA, spec)
+    from ops.hstu_attention import fp8_impl  # not at the top: triton may be absent
+
+    return fp8_impl.hstu_attention_from_uvqk(
+        uvqk_TX,
+        bias_X=bias_X,
+        seq_offsets=seq_offsets,
+        spec=spec,
+        num_heads=num_heads,
+        gradient_target=gradient_target,
+        recompute=recompute,
+    )
+
+
+def _check_fp8(backend: str, q_THA: Tensor, v_THV: Tensor, spec: AttentionSpec) -> None:
+    """Raise where a backend does not have such FP8 calls."""
+    if backend == "reference":
+        raise NotImplementedError(
+            "hstu_attention(backend) = 'reference' cannot run: the oracle rounds nothing; "
+            "what runs here: pytorch, or fp8 = None"
+        )
+    widths = q_THA.shape[2], v_THV.shape[2]
+    biases = spec.position_bias is not None, spec.time_bias is not None
+    place = (backend, q_THA.device.type, spec.fp8, q_THA.dtype, *widths, *biases)
+    if place in _seen_to_run:
+        return
+    shape = CallShape(
+        attention_dim=widths[0],
+        linear_dim=widths[1],
+        dtype=q_THA.dtype,
+        has_position_bias=biases[0],
+        has_time_bias=biases[1],
+        fp8=spec.fp8,
+    )
+    refusal = refuse_unavailable(
+        backend, field="hstu_attention(backend)", device_type=q_THA.device.type, shape=shape
+    )
+    if refusal is not None:
+        raise refusal
+    _seen_to_run.add(place)

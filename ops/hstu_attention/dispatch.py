@@ -18,6 +18,10 @@ _TRITON_SHARED_BYTES = 227 << 10
 _TRITON_MAX_DIM = 256
 _TRITON_MAX_ROWS = 2**31 - 1
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FP8_MODES = ("cast", "per_block", "per_head", "per_tensor")  # of our Triton kernels
+_FP8_DIMS = (64, 128, 256)
+_FP8_DTYPES = (torch.bfloat16, torch.float16)
+_FP8_WAY_OUT = 'or MixedPrecisionArgs.hstu_attn_quantization_mode = "bf16"'
 _announced: set[str] = set()
 
 
@@ -55,13 +59,50 @@ class CallShape:
         return self.max_num_users * self.max_seq_len
 
 
-def refuse_fp8(name: str) -> str | None:
-    """Return why a backend has no FP8 attention, None where it has."""
+def refuse_fp8(name: str, device_type: str, shape: CallShape) -> str | None:
+    """Return why a backend has no such FP8 attention, None where it has."""
     if name == "pytorch":
         return None
-    if name == "reference":
-        return "the oracle rounds nothing"
-    return "its FP8 attention is not built yet"
+    if name != "triton":
+        return "its FP8 attention is not built yet"
+    mode = None if shape.fp8 is None else shape.fp8.mode
+    if mode not in _FP8_MODES:
+        return (
+            f"our FP8 kernels have the modes {', '.join(_FP8_MODES)}, got {mode!r}; choose one of "
+            f'them, {_FP8_WAY_OUT}, or emulate it with backend "pytorch"'
+        )
+    dims = shape.attention_dim, shape.linear_dim
+    if dims[0] != dims[1] or dims[0] not in _FP8_DIMS:
+        return (
+            f"our FP8 kernels need attention_dim = linear_dim of {', '.join(map(str, _FP8_DIMS))}, "
+            f"got {dims[0]} and {dims[1]}; choose one of these, {_FP8_WAY_OUT}"
+        )
+    if shape.dtype not in _FP8_DTYPES:
+        return (
+            f"our FP8 kernels need rows in bfloat16 or float16, got {shape.dtype}; "
+            f"choose one of these, {_FP8_WAY_OUT}"
+        )
+    if shape.has_position_bias or shape.has_time_bias:
+        return (
+            "our FP8 kernels have no position or time bias; switch "
+            f"NetworkArgs.use_relative_position_bias and use_time_bias off, {_FP8_WAY_OUT}"
+        )
+    return _refuse_fp8_device(device_type)
+
+
+def _refuse_fp8_device(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return f"our FP8 kernels need a Hopper GPU (H100, H200), got {device_type}"
+    if not torch.cuda.is_available():
+        return None  # asked for another machine
+    major, minor = torch.cuda.get_device_capability()
+    if major == 9:
+        return None
+    return (
+        f"our FP8 kernels need a Hopper GPU (compute capability 9.0: H100, H200), "
+        f"{torch.cuda.get_device_name()} has {major}.{minor}; set "
+        f"{_FP8_WAY_OUT.removeprefix('or ')}"
+    )
 
 
 def refuse_unsupported(shape: CallShape) -> str | None:
@@ -100,7 +141,9 @@ def available_backends(
 def _refuse(name: str, device_type: str | None, shape: CallShape | None) -> str | None:
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    refusal = None if shape is None or shape.fp8 is None else refuse_fp8(name)
+    refusal = None
+    if shape is not None and shape.fp8 is not None:
+        refusal = refuse_fp8(name, device_type, shape)
     if refusal is not None:
         return refusal
     if name == "triton":

@@ -8,6 +8,17 @@ from torch import Tensor
 FP8_MODES = ("cast", "per_row", "per_block", "per_head", "per_batch", "per_tensor")
 """What shares a scale in FP8 attention; see `ops.hstu_attention.emulated_impl`."""
 
+FP8_BLOCK_ROWS = 128
+"""Rows of a user that share a scale at most."""
+
+FP8_FACTOR = 133 / 128
+"""q, k and v are multiplied by it before their cast.
+
+SiLU's outputs gather at its minimum, -0.278, which E4M3 rounds to -0.281 with most of what is near:
+an error that a sum over keys does not average out. Times this they are rounded to both sides. Error
+of o against float64, SiLU of unit normals, 2048 tokens: 0.91e-2 instead of 1.24e-2.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Spec:

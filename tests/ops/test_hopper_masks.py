@@ -2,7 +2,8 @@
 
 Gluon has no interpreter, but what decides which pairs are met is integer arithmetic. The source of
 those functions is executed on 32-bit integers that wrap and divide as the device does; every
-visible pair must be met exactly once and no hidden one ever.
+visible pair must be met exactly once and no hidden one ever. The FP8 kernels' tiles start at
+multiples of their sizes.
 """
 
 import ast
@@ -20,9 +21,13 @@ from ops.hstu_attention.spec import AttentionSpec
 
 triton_kernels = pytest.importorskip("ops.hstu_attention.triton_kernels")
 hopper_kernels = pytest.importorskip("ops.hstu_attention.hopper_kernels")
+hopper_fp8_kernels = pytest.importorskip("ops.hstu_attention.hopper_fp8_kernels")
+hopper_fp8_keys_wide = pytest.importorskip("ops.hstu_attention.hopper_fp8_keys_wide")
 
 ROW_TILES = ((128, 128), (128, 64))  # rows of a block, keys of a tile: forward, hopper_rows
-KEY_TILES = (128, 64)  # keys of a block, rows go by 64 at a time: hopper_keys, hopper_keys_wide
+# keys of a block, rows of a tile: hopper_keys and hopper_keys_wide, and the FP8 ones
+KEY_TILES = ((128, 64), (64, 64))
+FP8_KEY_TILES = ((128, 64), (128, 128))
 
 
 class Int32:
@@ -96,7 +101,7 @@ def _where(condition: Flags, chosen: Any, other: Any) -> Any:
     return Flags(values) if is_flag else Int32(values)
 
 
-def _load_functions() -> SimpleNamespace:
+def _load_functions(names: dict[Any, tuple[str, ...]]) -> SimpleNamespace:
     language = SimpleNamespace(
         where=_where,
         minimum=lambda a, b: Int32(np.minimum(_plain(a), _plain(b))),
@@ -104,13 +109,7 @@ def _load_functions() -> SimpleNamespace:
         abs=lambda a: Int32(np.abs(_plain(a))),
         int32=None,
     )
-    namespace: dict[str, Any] = {"tl": language, "gl": language}
-    names = {
-        triton_kernels: (
-            *("_cdiv", "_position", "_visible", "_keys_of_rows", "_masked_tile", "_rows_of_keys"),
-        ),
-        hopper_kernels: ("first_key", "seen_by_rows", "seen_by_columns", "first_row"),
-    }
+    namespace: dict[str, Any] = {"tl": language, "gl": language, "ROWS": 128}
     for module, functions in names.items():
         for name in functions:
             tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(module, name).fn)))
@@ -123,7 +122,18 @@ def _load_functions() -> SimpleNamespace:
     return SimpleNamespace(**{name: x for name, x in namespace.items() if callable(x)})
 
 
-KERNEL = _load_functions()
+_PLAIN = ("_cdiv", "_position", "_visible", "_keys_of_rows", "_masked_tile", "_rows_of_keys")
+_HOPPER = ("first_key", "seen_by_rows", "seen_by_columns", "first_row")
+KERNEL = _load_functions({triton_kernels: _PLAIN, hopper_kernels: _HOPPER})
+KERNEL.keys_of_rows, KERNEL.rows_of_keys = KERNEL._keys_of_rows, KERNEL._rows_of_keys
+FP8_KERNEL = _load_functions(
+    {
+        triton_kernels: _PLAIN,
+        hopper_kernels: _HOPPER,
+        hopper_fp8_kernels: ("keys_of_rows", "rows_of_keys", "seen_by_rows"),
+        hopper_fp8_keys_wide: ("_first_row",),
+    }
+)
 
 
 def _rule(case: SimpleNamespace) -> SimpleNamespace:
@@ -137,14 +147,16 @@ def _rule(case: SimpleNamespace) -> SimpleNamespace:
     )
 
 
-def _met_by_rows(case: SimpleNamespace, block: int, keys: int) -> np.ndarray:
+def _met_by_rows(
+    kernel: SimpleNamespace, case: SimpleNamespace, block: int, keys: int
+) -> np.ndarray:
     """How often forward and hopper_rows meet each pair."""
     n, rule = case.n, _rule(case)
     shape = [Int32(x) for x in (n, case.c, case.m, case.group, case.window)]
     _, c, m, group, window = shape
     met = np.zeros((n, n), dtype=int)
     for first_row in range(0, n, block):
-        full, front, start, main, candidates, others = KERNEL._keys_of_rows(
+        full, front, start, main, candidates, others = kernel.keys_of_rows(
             Int32(first_row), *shape, block, keys, rule
         )
         masked = front + main + others
@@ -152,15 +164,16 @@ def _met_by_rows(case: SimpleNamespace, block: int, keys: int) -> np.ndarray:
         row = Int32(np.arange(block)[:, None] + first_row)
         own = min(block, n - first_row)
         for tile in range(int(masked + full)):
-            key0, end = KERNEL.first_key(
+            key0, end = kernel.first_key(
                 Int32(tile), masked, front, start, main, candidates, m, Int32(n), keys, rule
             )
             first = int(key0)
             assert 0 <= first < n
+            assert kernel is KERNEL or first % keys == 0
             seen = np.ones((block, keys), dtype=bool)
             if tile < int(masked):
                 col = Int32(np.arange(keys)[None, :] + first)
-                flags = KERNEL.seen_by_rows(row, col, end, c, m, group, window, rule)
+                flags = kernel.seen_by_rows(row, col, end, c, m, group, window, rule)
                 seen &= flags.values
             assert not seen[:own, n - first :].any(), "a column past the end"
             width = min(keys, n - first)
@@ -168,32 +181,36 @@ def _met_by_rows(case: SimpleNamespace, block: int, keys: int) -> np.ndarray:
     return met
 
 
-def _met_by_keys(case: SimpleNamespace, block: int) -> np.ndarray:
+def _met_by_keys(
+    kernel: SimpleNamespace, case: SimpleNamespace, block: int, rows: int
+) -> np.ndarray:
     """How often hopper_keys meets each pair."""
     n, rule = case.n, _rule(case)
     shape = [Int32(x) for x in (n, case.c, case.m, case.group, case.window)]
     length, c, m, group, window = shape
     met = np.zeros((n, n), dtype=int)
     for key0 in range(0, n, block):
-        front, start, around, full_start, full, last_start, last = KERNEL._rows_of_keys(
-            Int32(key0), *shape, 64, block, rule
+        front, start, around, full_start, full, last_start, last = kernel.rows_of_keys(
+            Int32(key0), *shape, rows, block, rule
         )
         masked = front + around + last
         assert int(masked + full) >= 1
         col = Int32(np.arange(block)[:, None] + key0)
         own = min(block, n - key0)
+        first_row = kernel.first_row if rows == 64 else kernel._first_row
         for tile in range(int(masked + full)):
             first = int(
-                KERNEL.first_row(Int32(tile), masked, front, start, around, full_start, last_start)
+                first_row(Int32(tile), masked, front, start, around, full_start, last_start)
             )
             assert 0 <= first < n
-            seen = np.ones((block, 64), dtype=bool)
+            assert kernel is KERNEL or first % rows == 0
+            seen = np.ones((block, rows), dtype=bool)
             if tile < int(masked):
-                row = Int32(np.arange(64)[None, :] + first)
-                flags = KERNEL.seen_by_columns(row, col, length, c, m, group, window, rule)
+                row = Int32(np.arange(rows)[None, :] + first)
+                flags = kernel.seen_by_columns(row, col, length, c, m, group, window, rule)
                 seen &= flags.values
             assert not seen[:own, n - first :].any(), "a row past the end"
-            height = min(64, n - first)
+            height = min(rows, n - first)
             met[first : first + height, key0 : key0 + own] += seen[:own, :height].T
     return met
 
@@ -237,8 +254,10 @@ def _cases(count: int) -> list[SimpleNamespace]:
 def test_every_visible_pair_is_met_once_and_no_other(seed: int) -> None:
     for case in _cases(160)[seed::4]:
         expected = visible(case.c, case.h, case.t, case.spec).numpy().astype(int)
-        for block, keys in ROW_TILES:
-            met = _met_by_rows(case, block, keys)
-            assert np.array_equal(met, expected), ("rows", block, keys, case)
-        for block in KEY_TILES:
-            assert np.array_equal(_met_by_keys(case, block), expected), ("keys", block, case)
+        for kernel, key_tiles in ((KERNEL, KEY_TILES), (FP8_KERNEL, FP8_KEY_TILES)):
+            for block, keys in ROW_TILES:
+                met = _met_by_rows(kernel, case, block, keys)
+                assert np.array_equal(met, expected), ("rows", block, keys, case)
+            for block, rows in key_tiles:
+                met = _met_by_keys(kernel, case, block, rows)
+                assert np.array_equal(met, expected), ("keys", block, rows, case)

@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -447,16 +448,58 @@ def test_what_triton_lacks_auto_gives_to_pytorch_and_says_why(
 
 
 def test_fp8_attention_that_auto_emulates_on_a_gpu_is_a_warning(quiet_so_far) -> None:
-    fp8 = Fp8Spec(mode="per_block")
+    fp8 = Fp8Spec(mode="per_row")
     shape = CallShape(attention_dim=64, linear_dim=64, dtype=torch.bfloat16, fp8=fp8)
     for backend in ("triton", "cutlass"):
-        with pytest.raises(NotImplementedError, match="not built yet; what runs here: pytorch;"):
+        with pytest.raises(NotImplementedError, match="; what runs here: pytorch;"):
             choose_backend(backend, device_type="cuda", shape=shape)
     for _ in range(2):
         assert choose_backend("auto", device_type="cuda", shape=shape) == "pytorch"
     picked, emulated = quiet_so_far.records
-    assert "triton: its FP8 attention is not built yet" in picked.message
-    assert emulated.levelname == "WARNING" and "(per_block) is emulated" in emulated.message
+    assert "triton: our FP8 kernels have the modes" in picked.message
+    assert emulated.levelname == "WARNING" and "(per_row) is emulated" in emulated.message
+
+
+FP8_LACKS = {
+    "modes cast, per_block, per_head, per_tensor, got 'per_batch'": {
+        "fp8": Fp8Spec(mode="per_batch")
+    },
+    "attention_dim = linear_dim of 64, 128, 256, got 96 and 96": {
+        "attention_dim": 96,
+        "linear_dim": 96,
+    },
+    "linear_dim of 64, 128, 256, got 64 and 128": {"linear_dim": 128},
+    "rows in bfloat16 or float16, got torch.float32": {"dtype": torch.float32},
+    "no position or time bias": {"has_time_bias": True},
+}
+
+
+@pytest.mark.parametrize(("reason", "fields"), FP8_LACKS.items(), ids=FP8_LACKS.keys())
+def test_what_the_fp8_kernels_lack_is_refused_with_the_way_out(
+    reason: str, fields: dict[str, Any]
+) -> None:
+    plain = {"attention_dim": 64, "linear_dim": 64, "dtype": torch.bfloat16}
+    plain["fp8"] = Fp8Spec(mode="per_block")
+    shape = CallShape(**(plain | fields))
+    way_out = 'hstu_attn_quantization_mode = "bf16"'
+    with pytest.raises(NotImplementedError, match=f"'triton' cannot run: .*{reason}.*{way_out}"):
+        choose_backend("triton", device_type="cuda", shape=shape)
+
+
+def test_fp8_kernels_are_refused_where_is_no_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = Fp8Spec(mode="cast")
+    shape = CallShape(attention_dim=64, linear_dim=64, dtype=torch.bfloat16, fp8=fp8)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # it knows nothing of Gluon
+    with pytest.raises(NotImplementedError, match="FP8 kernels need a Hopper GPU .*got cpu"):
+        choose_backend("triton", device_type="cpu", shape=shape)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    properties = SimpleNamespace(shared_memory_per_block_optin=1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    for capability, runs in (((8, 9), False), ((9, 0), True), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        reason = available_backends("cuda", shape)["triton"]
+        assert reason is None if runs else reason is not None and "a GPU has" in reason
 
 
 def test_time_buckets_are_those_of_the_formula() -> None:
