@@ -7,7 +7,7 @@ from configs.data_schema import BenchmarkDatasetArgs, DatasetArgs, FeatureArgs
 from configs.datasets import DATASETS
 from configs.linear_plan import check_linears
 from configs.rules import ConfigError, did_you_mean
-from configs.table_checks import check_tables, check_widths
+from configs.table_checks import check_item_rows, check_tables, check_widths
 from configs.task_schema import is_retrieval_metric
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def check_experiment(experiment: "ExperimentArgs") -> None:
         _check_task,
         _check_dataset,
         check_widths,
+        check_item_rows,
         _check_positions,
         _check_supervision,
         _check_mask,

@@ -129,6 +129,17 @@ class EmbeddingArgs(CheckedArgs):
     """Replicated or spread over ranks; None = items and tables of more than 65,536 rows are
     spread."""
 
+    shard_by: Literal["row_wise", "table_wise", "column_wise", "planner"] = "row_wise"
+    """How a table is spread: a range of rows on each rank, all of it on one rank, a range of
+    columns on each rank, or what TorchRec's planner expects to be fastest."""
+
+    placement: Literal["device", "host", "host_cached"] = "device"
+    """Where the rows of a spread table are: in the memory of the devices, in that of their hosts
+    (unified memory, read over the bus), or there with a cache on the devices (GPU)."""
+
+    cache_ratio: Annotated[float, Range(above=0, high=1)] = 0.2
+    """Share of its rows that the cache of a host_cached table holds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicEmbeddingArgs(EmbeddingArgs):

@@ -7,6 +7,7 @@ from configs.schema import (
     BenchmarkDatasetArgs,
     DatasetArgs,
     DynamicEmbeddingArgs,
+    EmbeddingArgs,
     ExperimentArgs,
     FeatureArgs,
     MixedPrecisionArgs,
@@ -25,7 +26,9 @@ def inert_in_class(built: Any) -> dict[str, str]:
         case FeatureArgs() if not built.is_jagged:
             return {"seqlen_dist": "is_jagged is False, every user has max_sequence_length"}
         case DynamicEmbeddingArgs():
-            return _inert_in_dynamic_table(built)
+            return _inert_in_dynamic_table(built) | _inert_in_table(built)
+        case EmbeddingArgs():
+            return _inert_in_table(built)
         case OptimizerArgs():
             return _inert_in_optimizer(built)
         case TensorModelParallelArgs() if built.tensor_model_parallel_size == 1:
@@ -65,6 +68,15 @@ def _inert_in_distribution(distribution: RandomDistribution) -> dict[str, str]:
     used = {"uniform": (), "normal": ("mean", "std"), "zipf": ("alpha",)}
     used["lognormal"] = used["normal"]
     return {name: reason for name in ("mean", "std", "alpha") if name not in used[kind]}
+
+
+def _inert_in_table(table: EmbeddingArgs) -> dict[str, str]:
+    if table.sharding_type == "data_parallel":
+        reason = "sharding_type is 'data_parallel', every rank has a copy"
+        return dict.fromkeys(("shard_by", "placement", "cache_ratio"), reason)
+    if table.placement != "host_cached":
+        return {"cache_ratio": f"placement is {table.placement!r}, not 'host_cached'"}
+    return {}
 
 
 def _inert_in_dynamic_table(table: DynamicEmbeddingArgs) -> dict[str, str]:

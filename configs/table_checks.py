@@ -85,6 +85,23 @@ def _check_default_names(
             )
 
 
+def check_item_rows(experiment: "ExperimentArgs") -> None:
+    """Raises ConfigError where an evaluation of retrieval would not find whole rows of items."""
+    if experiment.retrieval is None:
+        return
+    for table in experiment.dataset.embedding_args or ():
+        is_cut = table.shard_by in ("column_wise", "planner")
+        is_spread = table.sharding_type != "data_parallel"
+        if experiment.item_feature_name in table.feature_names and is_cut and is_spread:
+            raise ConfigError(
+                f"EmbeddingArgs.shard_by of the item table {table.table_name!r} must be "
+                f"'row_wise' or 'table_wise' for retrieval, got {table.shard_by!r}; each rank "
+                "scores the whole rows that it holds: choose one of them",
+                "EmbeddingArgs.shard_by",
+                f"{type(experiment.dataset).__name__}.embedding_args",
+            )
+
+
 def check_widths(experiment: "ExperimentArgs") -> None:
     """Raises ConfigError for a sharded table whose rows its kernel cannot read."""
     network = experiment.network

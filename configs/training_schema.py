@@ -106,6 +106,13 @@ class TrainerArgs(CheckedArgs):
     """none: one batch at a time. native: the next batch is moved and its ids are exchanged while
     this one computes. prefetch: its embedding rows are fetched, too (GPU)."""
 
+    table_comms_forward: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """What rows of spread tables are sent as between ranks; fp8 = E4M3 with a scale for each
+    row."""
+
+    table_comms_backward: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """The same for their gradients; fp8 = E5M2."""
+
     enable_balanced_shuffler: bool = False
     """Spread users over ranks by length, so that ranks finish a step together."""
 

@@ -73,6 +73,9 @@ def table_specs(experiment: ExperimentArgs, facts: FeatureFacts) -> list[TableSp
                 num_rows=args.item_vocab_size_or_capacity,
                 dim=network.hidden_size if dim is None else dim,
                 is_sharded=is_sharded,
+                shard_by=args.shard_by,
+                placement=args.placement,
+                cache_ratio=args.cache_ratio,
             )
         )
     return specs

@@ -23,6 +23,7 @@ class TableSpec:
         num_rows: rows; ids run from 0 to num_rows - 1.
         dim: width of a row.
         is_sharded: rows spread over ranks by TorchRec (True) or a copy on each rank (False).
+        shard_by, placement, cache_ratio: how and where, as in ``EmbeddingArgs``.
     """
 
     name: str
@@ -30,6 +31,9 @@ class TableSpec:
     num_rows: int
     dim: int
     is_sharded: bool
+    shard_by: str = "row_wise"
+    placement: str = "device"
+    cache_ratio: float = 0.2
 
     @property
     def module_name(self) -> str:

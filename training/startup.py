@@ -95,7 +95,8 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
     )
     if refusal is not None:
         raise refusal
-    resolve_table_optimizer(experiment.optimizer, device_type)
+    table_optimizer = resolve_table_optimizer(experiment.optimizer, device_type)
+    _check_tables_run(experiment, device_type=device_type, table_optimizer=table_optimizer)
     if experiment.network.dtype_str == "bfloat16" and device_type == "cpu":
         logger.warning(
             "NetworkArgs.dtype_str = 'bfloat16' is many times slower than 'float32' on most CPUs"
@@ -105,6 +106,32 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
             "NetworkArgs.dtype_str = 'float16' cannot train: FP16 gradients need loss scaling, "
             "which is not built yet; what runs: 'bfloat16' or 'float32'"
         )
+
+
+def _check_tables_run(
+    experiment: ExperimentArgs, *, device_type: str, table_optimizer: str
+) -> None:
+    trainer = experiment.trainer
+    tables = experiment.dataset.embedding_args or ()
+    gpu_only = {
+        f"EmbeddingArgs.placement = {table.placement!r} of table {table.table_name!r}": "'device'"
+        for table in tables
+        if table.placement != "device" and table.sharding_type != "data_parallel"
+    }
+    for field in ("table_comms_forward", "table_comms_backward"):
+        if getattr(trainer, field) == "fp8":
+            gpu_only[f"TrainerArgs.{field} = 'fp8'"] = "'bf16'"
+    if device_type == "cpu":
+        for binding, runs in gpu_only.items():
+            raise NotImplementedError(f"{binding} needs a GPU; what runs on the CPU: {runs}")
+    for table in tables:
+        if table.shard_by in ("column_wise", "planner") and table_optimizer == "rowwise_adagrad":
+            logger.warning(
+                "table %s: rowwise_adagrad keeps a state for each part of a row, so with "
+                "EmbeddingArgs.shard_by = %r results depend on the number of processes",
+                table.table_name,
+                table.shard_by,
+            )
 
 
 def check_checkpoints(experiment: ExperimentArgs, *, evaluate: str | None) -> None:

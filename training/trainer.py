@@ -88,7 +88,7 @@ class Trainer:
         initialize_dense(model.trunk, seed=trainer.seed)  # on the CPU: the same on any device
         model.trunk.to(world.device)
         fuse_table_optimizer(model.tables, experiment.optimizer, device_type=world.device.type)
-        self.model = shard_tables(model, specs, world=world, batch_size=trainer.train_batch_size)
+        self.model = shard_tables(model, specs, world=world, trainer=trainer)
         initialize_tables(self.model, seed=trainer.seed, std=experiment.network.embedding_init_std)
         self.evaluator = build_evaluator(experiment, self.model, self.datasets, world=world)
         # Replicas start equal; dropout must differ between ranks, or they repeat each other.

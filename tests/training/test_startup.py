@@ -137,6 +137,11 @@ def test_fp8_attention_is_emulated_where_pytorch_runs_it(run_folder: str, backen
         ("network", {"kernel_backend": "cutlass"}, "NetworkArgs.kernel_backend.*'auto'"),
         ("network", {"dtype_str": "float16"}, "NetworkArgs.dtype_str.*'bfloat16' or 'float32'"),
         (
+            "trainer",
+            {"table_comms_forward": "fp8"},
+            "TrainerArgs.table_comms_forward = 'fp8' needs a GPU.*'bf16'",
+        ),
+        (
             "optimizer",
             {"sparse_optimizer_str": "adam"},
             "OptimizerArgs.sparse_optimizer_str.*'adam'.*'auto'",
@@ -152,6 +157,33 @@ def test_what_a_cpu_cannot_run_is_refused_by_its_binding(
         check_machine(with_field(plain, part, **fields), device_type="cpu")
     for text in message.replace("'", '"').split(".*"):
         assert text in str(refused.value).replace("'", '"')
+
+
+@pytest.mark.parametrize("placement", ["host", "host_cached"])
+def test_rows_on_the_host_of_a_gpu_need_one(run_folder: str, placement: str) -> None:
+    plain = synthetic_experiment(run_folder)
+    items, *others = plain.dataset.embedding_args
+    hosted = dataclasses.replace(items, placement=placement)
+    experiment = with_field(plain, "dataset", embedding_args=(hosted, *others))
+    with pytest.raises(NotImplementedError, match=f"placement = '{placement}' of table 'item'"):
+        check_machine(experiment, device_type="cpu")
+    idle = dataclasses.replace(hosted, sharding_type="data_parallel")
+    check_machine(with_field(plain, "dataset", embedding_args=(idle, *others)), device_type="cpu")
+
+
+def test_states_that_depend_on_the_cut_are_said(
+    run_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = synthetic_experiment(run_folder)
+    items, *others = plain.dataset.embedding_args
+    by_columns = dataclasses.replace(items, shard_by="column_wise")
+    experiment = with_field(plain, "dataset", embedding_args=(by_columns, *others))
+    check_machine(experiment, device_type="cpu")
+    assert "table item: rowwise_adagrad keeps a state for each part of a row" in caplog.text
+    caplog.clear()
+    by_number = with_field(experiment, "optimizer", sparse_optimizer_str="adagrad")
+    check_machine(by_number, device_type="cpu")
+    assert caplog.text == ""
 
 
 def test_data_that_is_not_there_is_refused_with_its_command(tmp_path: Path) -> None:
