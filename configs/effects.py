@@ -82,7 +82,9 @@ def _inert_in_table(table: EmbeddingArgs) -> dict[str, str]:
 def _inert_in_dynamic_table(table: DynamicEmbeddingArgs) -> dict[str, str]:
     order = ("global_hbm_for_values", "item_vocab_gpu_capacity", "item_vocab_gpu_capacity_ratio")
     given = [name for name in order if getattr(table, name) is not None]
-    return dict.fromkeys(given[1:], f"{given[0]} is set and comes first")
+    first, *others = given or [""]
+    inert = dict.fromkeys(others, f"{first} is set and comes first")
+    return inert | {"dist_type": "ids are spread over ranks by a hash"}
 
 
 def _inert_in_optimizer(optimizer: OptimizerArgs) -> dict[str, str]:

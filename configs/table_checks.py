@@ -3,7 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from configs.data_schema import MAX_REPLICATED_ROWS, DatasetArgs, EmbeddingArgs
+from configs.data_schema import (
+    MAX_REPLICATED_ROWS,
+    DatasetArgs,
+    DynamicEmbeddingArgs,
+    EmbeddingArgs,
+)
 from configs.rules import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -90,6 +95,15 @@ def check_item_rows(experiment: "ExperimentArgs") -> None:
     if experiment.retrieval is None:
         return
     for table in experiment.dataset.embedding_args or ():
+        if experiment.item_feature_name in table.feature_names and isinstance(
+            table, DynamicEmbeddingArgs
+        ):
+            raise ConfigError(
+                f"{type(experiment.dataset).__name__}.embedding_args must hold an EmbeddingArgs "
+                f"for the items in retrieval, got DynamicEmbeddingArgs {table.table_name!r}; the "
+                "whole catalogue is ranked, so each item needs its row",
+                f"{type(experiment.dataset).__name__}.embedding_args",
+            )
         is_cut = table.shard_by in ("column_wise", "planner")
         is_spread = table.sharding_type != "data_parallel"
         if experiment.item_feature_name in table.feature_names and is_cut and is_spread:

@@ -9,7 +9,14 @@ from torch import nn
 
 from configs.data_schema import MAX_REPLICATED_ROWS
 from configs.datasets import DATASETS
-from configs.schema import DatasetArgs, EmbeddingArgs, ExperimentArgs, RankingArgs, TrainerArgs
+from configs.schema import (
+    DatasetArgs,
+    DynamicEmbeddingArgs,
+    EmbeddingArgs,
+    ExperimentArgs,
+    RankingArgs,
+    TrainerArgs,
+)
 from data.batch import negatives_feature
 from data.dataset import FeatureFacts
 from model.ranking import RankingTrunk
@@ -66,16 +73,22 @@ def table_specs(experiment: ExperimentArgs, facts: FeatureFacts) -> list[TableSp
         served = [name for name in args.feature_names if name in facts.vocab_sizes]
         if facts.item_feature_name in served and _has_random_negatives(experiment):
             served.append(negatives_feature(facts.item_feature_name))
+        width = network.hidden_size if dim is None else dim
+        placement, evict_strategy = args.placement, None
+        if isinstance(args, DynamicEmbeddingArgs):
+            placement = "device" if args.fits_devices(width) else "host"
+            evict_strategy = args.evict_strategy
         specs.append(
             TableSpec(
                 name=args.table_name,
                 feature_names=tuple(served),
                 num_rows=args.item_vocab_size_or_capacity,
-                dim=network.hidden_size if dim is None else dim,
+                dim=width,
                 is_sharded=is_sharded,
                 shard_by=args.shard_by,
-                placement=args.placement,
+                placement=placement,
                 cache_ratio=args.cache_ratio,
+                evict_strategy=evict_strategy,
             )
         )
     return specs
@@ -124,7 +137,11 @@ def build_model(
     else:
         trunk = _retrieval_trunk(experiment, facts, parts, device_type=device_type)
     _attach_fp8(trunk, experiment)
-    return SequenceModel(ShardedTables([s for s in specs if s.is_sharded]), trunk), specs
+    tables = ShardedTables(
+        [spec for spec in specs if spec.is_sharded],
+        init_std=experiment.network.embedding_init_std,
+    )
+    return SequenceModel(tables, trunk), specs
 
 
 def _attach_fp8(trunk: Trunk, experiment: ExperimentArgs) -> None:

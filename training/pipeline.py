@@ -110,7 +110,8 @@ def build_pipeline(
     Without sharded tables there is no input distribution to overlap, and TorchRec's pipeline has
     nothing to hold on to: "native" then runs the steps one after the other, and says so.
     """
-    has_sharded_tables = len(model.module.tables.collections) > 0
+    tables = model.module.tables
+    has_sharded_tables = len(tables.collections) + len(tables.dynamic) > 0
     if pipeline_type == "native" and not has_sharded_tables:
         logger.info("TrainerArgs.pipeline_type = 'native' overlaps nothing without sharded tables")
     if pipeline_type == "none" or not has_sharded_tables:

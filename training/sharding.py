@@ -5,6 +5,8 @@ import logging
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
@@ -23,13 +26,14 @@ from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddi
 from torchrec.distributed.types import (
     CacheParams,
     CommOp,
+    ModuleSharder,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
 )
 
 from configs.schema import TrainerArgs
-from modules.embedding import TableSpec
+from modules.embedding import IdRows, TableSpec
 from training.distributed import World
 
 logger = logging.getLogger(__name__)
@@ -114,7 +118,15 @@ def shard_tables(
     specs = [spec for spec in specs if spec.is_sharded]
     set_gradient_division(False)
     sharder_class = EmbeddingCollectionSharder if world.world_size > 1 else _OneRankSharder
-    sharders = [sharder_class(qcomm_codecs_registry=_codecs(specs, trainer, world=world))]
+    codecs = _codecs(specs, trainer, world=world)
+    sharders: list[ModuleSharder] = [
+        sharder_class(qcomm_codecs_registry=codecs),
+        ManagedCollisionEmbeddingCollectionSharder(
+            EmbeddingCollectionSharder(qcomm_codecs_registry=codecs)
+        ),
+    ]
+    for id_rows in (module for module in model.modules() if isinstance(module, IdRows)):
+        id_rows.set_num_ranks(world.world_size)
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world.world_size,
@@ -143,7 +155,7 @@ def shard_tables(
                 "rows as the highest id asks for). Start more processes, or set "
                 f"NetworkArgs.item_embedding_dim ({str(error).splitlines()[0]})"
             ) from None
-        return DistributedModelParallel(
+        sharded = DistributedModelParallel(
             model,
             device=world.device,
             plan=plan,
@@ -151,6 +163,21 @@ def shard_tables(
             init_data_parallel=False,
             init_parameters=False,
         )
+    for collection in sharded.module.tables.dynamic:
+        for kernel, _ in collection._table_to_tbe_and_index.values():
+            kernel.reset_embedding_weight_momentum = partial(_forget_rows, kernel)
+    return sharded
+
+
+def _forget_rows(kernel: Any, *, pruned_indices: Tensor, **_where: Tensor) -> None:
+    """Zeroes what the optimizer keeps for rows that got another id; TorchRec then draws the rows.
+
+    In place of FBGEMM's own kernel, which exists for GPUs and row-wise Adagrad only: with another
+    optimizer it leaves the state of the id before. The kernel serves one table.
+    """
+    (states,) = kernel.split_optimizer_states()
+    for state in states:
+        state[pruned_indices] = 0
 
 
 def _constraints(spec: TableSpec, *, world: World, prefetches: bool) -> ParameterConstraints:
@@ -170,11 +197,13 @@ def _constraints(spec: TableSpec, *, world: World, prefetches: bool) -> Paramete
             "EmbeddingArgs.sharding_type = 'data_parallel' for it, or start fewer processes"
         )
     cache = None
+    # A dynamic table's sizes are about GPU memory; a CPU has one kind. Others were refused.
+    kernel = "fused" if world.device.type == "cpu" else _KERNELS[spec.placement]
     if spec.placement == "host_cached":
         cache = CacheParams(load_factor=spec.cache_ratio, prefetch_pipeline=prefetches)
     return ParameterConstraints(
         sharding_types=kinds,
-        compute_kernels=[_KERNELS[spec.placement]],
+        compute_kernels=[kernel],
         min_partition=_columns_per_rank(spec.dim, world.world_size),
         cache_params=cache,
     )
@@ -258,7 +287,7 @@ def initialize_tables(model: DistributedModelParallel, *, seed: int, std: float)
     hold its own rows and the table is the same for any sharding.
     """
     for name, weight in model.state_dict().items():
-        if not hasattr(weight, "local_shards"):
+        if not (hasattr(weight, "local_shards") and name.endswith(".weight")):
             continue
         for shard in weight.local_shards():
             _fill(shard.tensor, name, size=tuple(weight.size()),

@@ -49,7 +49,7 @@ def check_built(experiment: ExperimentArgs) -> None:
     precision, parallel = experiment.precision, experiment.parallel
     tables = dataset.embedding_args or ()
     kernel_backend = experiment.network.kernel_backend
-    dynamic = [table.table_name for table in tables if isinstance(table, DynamicEmbeddingArgs)]
+    cached = [t.table_name for t in tables if isinstance(t, DynamicEmbeddingArgs) and t.caching]
     refusals = {
         f"MixedPrecisionArgs.hstu_attn_quantization_mode = "
         f"{precision.hstu_attn_quantization_mode!r} with NetworkArgs.kernel_backend = "
@@ -64,9 +64,9 @@ def check_built(experiment: ExperimentArgs) -> None:
             trainer.pipeline_type == "prefetch",
             "'native'",
         ),
-        f"DynamicEmbeddingArgs for table {', '.join(dynamic)}": (
-            bool(dynamic),
-            "EmbeddingArgs with the same feature_names, table_name and item_vocab_size_or_capacity",
+        f"DynamicEmbeddingArgs.caching = True for table {', '.join(cached)}": (
+            bool(cached),
+            "False",
         ),
     }
     for binding, (is_asked, runs) in refusals.items():

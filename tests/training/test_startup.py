@@ -26,12 +26,13 @@ def with_field(experiment: ExperimentArgs, part: str, **fields: Any) -> Experime
     return dataclasses.replace(experiment, **{part: changed})
 
 
-def dynamic_items(experiment: ExperimentArgs) -> ExperimentArgs:
+def cached_items(experiment: ExperimentArgs) -> ExperimentArgs:
     items, *others = experiment.dataset.embedding_args
     dynamic = DynamicEmbeddingArgs(
         feature_names=items.feature_names,
         table_name=items.table_name,
         item_vocab_size_or_capacity=items.item_vocab_size_or_capacity,
+        caching=True,
     )
     return with_field(experiment, "dataset", embedding_args=(dynamic, *others))
 
@@ -63,7 +64,7 @@ NOT_BUILT = {
         lambda e: with_field(e, "trainer", pipeline_type="prefetch"),
         "TrainerArgs.pipeline_type = 'prefetch' is not built yet; what runs: 'native'",
     ),
-    "dynamic table": (dynamic_items, "DynamicEmbeddingArgs.*item.*what runs: EmbeddingArgs"),
+    "cached table": (cached_items, "DynamicEmbeddingArgs.caching.*item is.*what runs: False"),
 }
 
 
