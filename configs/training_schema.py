@@ -141,6 +141,14 @@ class TrainerArgs(CheckedArgs):
                 "TrainerArgs.gradient_accumulation_steps",
                 "TrainerArgs.train_batch_size",
             )
+        if self.pipeline_type == "prefetch" and self.nonfinite_policy == "skip":
+            raise ConfigError(
+                "TrainerArgs.nonfinite_policy must be 'stop' with pipeline_type = 'prefetch', got "
+                "'skip'; a skipped step would leave its rows locked in the caches: choose "
+                "pipeline_type = 'native' to skip steps",
+                "TrainerArgs.nonfinite_policy",
+                "TrainerArgs.pipeline_type",
+            )
         if self.early_stopping_metric is not None and self.ckpt_save_interval == 0:
             raise ConfigError(
                 f"TrainerArgs.early_stopping_metric must be None when ckpt_save_interval is 0, got "

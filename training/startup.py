@@ -60,10 +60,6 @@ def check_built(experiment: ExperimentArgs) -> None:
         f"TensorModelParallelArgs.tensor_model_parallel_size = "
         f"{parallel.tensor_model_parallel_size}": (parallel.tensor_model_parallel_size > 1, "1"),
         "TrainerArgs.enable_balanced_shuffler = True": (trainer.enable_balanced_shuffler, "False"),
-        "TrainerArgs.pipeline_type = 'prefetch'": (
-            trainer.pipeline_type == "prefetch",
-            "'native'",
-        ),
         f"DynamicEmbeddingArgs.caching = True for table {', '.join(cached)}": (
             bool(cached),
             "False",
@@ -96,7 +92,7 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
     if refusal is not None:
         raise refusal
     table_optimizer = resolve_table_optimizer(experiment.optimizer, device_type)
-    _check_tables_run(experiment, device_type=device_type, table_optimizer=table_optimizer)
+    _check_exchange(experiment, device_type=device_type, table_optimizer=table_optimizer)
     if experiment.network.dtype_str == "bfloat16" and device_type == "cpu":
         logger.warning(
             "NetworkArgs.dtype_str = 'bfloat16' is many times slower than 'float32' on most CPUs"
@@ -108,9 +104,7 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
         )
 
 
-def _check_tables_run(
-    experiment: ExperimentArgs, *, device_type: str, table_optimizer: str
-) -> None:
+def _check_exchange(experiment: ExperimentArgs, *, device_type: str, table_optimizer: str) -> None:
     trainer = experiment.trainer
     tables = experiment.dataset.embedding_args or ()
     gpu_only = {
@@ -121,6 +115,8 @@ def _check_tables_run(
     for field in ("table_comms_forward", "table_comms_backward"):
         if getattr(trainer, field) == "fp8":
             gpu_only[f"TrainerArgs.{field} = 'fp8'"] = "'bf16'"
+    if trainer.pipeline_type == "prefetch":
+        gpu_only["TrainerArgs.pipeline_type = 'prefetch'"] = "'native'"
     if device_type == "cpu":
         for binding, runs in gpu_only.items():
             raise NotImplementedError(f"{binding} needs a GPU; what runs on the CPU: {runs}")

@@ -258,3 +258,10 @@ def test_a_dynamic_table_is_cut_by_rows(field: str, value: str) -> None:
         schema.ConfigError, match=rf"DynamicEmbeddingArgs\.{field} must be .*'{value}'"
     ):
         dynamic_table(**{field: value})
+
+
+def test_a_step_whose_rows_are_fetched_ahead_is_not_skipped() -> None:
+    sizes = {"train_batch_size": 2, "eval_batch_size": 2, "pipeline_type": "prefetch"}
+    schema.TrainerArgs(**sizes)
+    with pytest.raises(schema.ConfigError, match=r"nonfinite_policy must be 'stop'.*'native'"):
+        schema.TrainerArgs(**sizes, nonfinite_policy="skip")

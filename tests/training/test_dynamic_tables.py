@@ -151,7 +151,7 @@ def test_two_ranks_train_and_evict_under_each_pipeline(
     run_folder: str, two_ranks: TwoRanks
 ) -> None:
     plain = two_ranks.run(_fit, run_folder, "none")
-    ahead = two_ranks.run(_fit, run_folder, "native")
+    ahead = two_ranks.run(_fit, run_folder, "native") + two_ranks.run(_fit, run_folder, "prefetch")
     assert len(plain[0]["losses"]) == 12
     for found in (plain[1], *ahead):
         assert found["losses"] == plain[0]["losses"]

@@ -86,7 +86,7 @@ def test_ranks_end_at_the_same_step_and_lose_no_sample(
 ) -> None:
     """5 samples are 2 + 2 and 1 + 0: the second rank joins the last step without any."""
     outcomes = {}
-    for pipeline_type in ("none", "native"):
+    for pipeline_type in ("none", "native", "prefetch"):
         first, second = outcomes[pipeline_type] = two_ranks.run(
             _epoch_of, run_folder, pipeline_type, count
         )
@@ -96,10 +96,11 @@ def test_ranks_end_at_the_same_step_and_lose_no_sample(
         assert first["num_samples"] == second["num_samples"]
         assert sum(first["num_samples"]) == count
         assert first["num_events"] == second["num_events"] == NUM_CANDIDATES * count
-    for plain, ahead in zip(outcomes["none"], outcomes["native"], strict=True):
-        for name in ("seen", "losses"):
-            assert plain[name] == ahead[name]
-        assert all(map(torch.equal, plain["dense"], ahead["dense"]))
+    for overlapped in ("native", "prefetch"):  # without caches the latter prefetches nothing
+        for plain, ahead in zip(outcomes["none"], outcomes[overlapped], strict=True):
+            for name in ("seen", "losses"):
+                assert plain[name] == ahead[name]
+            assert all(map(torch.equal, plain["dense"], ahead["dense"]))
 
 
 def test_the_next_batch_is_collated_while_the_device_works(

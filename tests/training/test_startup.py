@@ -60,10 +60,6 @@ NOT_BUILT = {
         lambda e: with_field(e, "trainer", enable_balanced_shuffler=True),
         "TrainerArgs.enable_balanced_shuffler = True is not built yet; what runs: False",
     ),
-    "prefetch": (
-        lambda e: with_field(e, "trainer", pipeline_type="prefetch"),
-        "TrainerArgs.pipeline_type = 'prefetch' is not built yet; what runs: 'native'",
-    ),
     "cached table": (cached_items, "DynamicEmbeddingArgs.caching.*item is.*what runs: False"),
 }
 
@@ -137,6 +133,11 @@ def test_fp8_attention_is_emulated_where_pytorch_runs_it(run_folder: str, backen
         ("network", {"kernel_backend": "triton"}, "NetworkArgs.kernel_backend.*'auto'"),
         ("network", {"kernel_backend": "cutlass"}, "NetworkArgs.kernel_backend.*'auto'"),
         ("network", {"dtype_str": "float16"}, "NetworkArgs.dtype_str.*'bfloat16' or 'float32'"),
+        (
+            "trainer",
+            {"pipeline_type": "prefetch"},
+            "TrainerArgs.pipeline_type = 'prefetch' needs a GPU.*on the CPU: 'native'",
+        ),
         (
             "trainer",
             {"table_comms_forward": "fp8"},
