@@ -45,9 +45,8 @@ def check_built(experiment: ExperimentArgs) -> None:
     Raises:
         NotImplementedError: naming the binding and the one that would run.
     """
-    trainer, dataset = experiment.trainer, experiment.dataset
     precision, parallel = experiment.precision, experiment.parallel
-    tables = dataset.embedding_args or ()
+    tables = experiment.dataset.embedding_args or ()
     kernel_backend = experiment.network.kernel_backend
     cached = [t.table_name for t in tables if isinstance(t, DynamicEmbeddingArgs) and t.caching]
     refusals = {
@@ -59,7 +58,6 @@ def check_built(experiment: ExperimentArgs) -> None:
         ),
         f"TensorModelParallelArgs.tensor_model_parallel_size = "
         f"{parallel.tensor_model_parallel_size}": (parallel.tensor_model_parallel_size > 1, "1"),
-        "TrainerArgs.enable_balanced_shuffler = True": (trainer.enable_balanced_shuffler, "False"),
         f"DynamicEmbeddingArgs.caching = True for table {', '.join(cached)}": (
             bool(cached),
             "False",

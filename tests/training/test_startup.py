@@ -56,10 +56,6 @@ NOT_BUILT = {
         ),
         "TensorModelParallelArgs.tensor_model_parallel_size = 2 is not built yet; what runs: 1",
     ),
-    "shuffler": (
-        lambda e: with_field(e, "trainer", enable_balanced_shuffler=True),
-        "TrainerArgs.enable_balanced_shuffler = True is not built yet; what runs: False",
-    ),
     "cached table": (cached_items, "DynamicEmbeddingArgs.caching.*item is.*what runs: False"),
 }
 
