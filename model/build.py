@@ -25,6 +25,7 @@ from model.trunk import SequenceModel, Trunk
 from modules.embedding import ReplicatedTables, ShardedTables, TableSpec
 from modules.hstu_config import HSTUConfig
 from modules.hstu_stack import HSTUStack
+from modules.linear.parallel import TensorParallel
 from modules.linear.plan import attach_engines, format_plan, plan_linears, warnings_of
 from modules.linear.recipe import LinearRecipe
 from modules.losses import RankingObjective, SampledSoftmax, Similarity
@@ -121,9 +122,15 @@ def ranking_objective(experiment: ExperimentArgs, facts: FeatureFacts) -> Rankin
 
 
 def build_model(
-    experiment: ExperimentArgs, facts: FeatureFacts, *, device_type: str
+    experiment: ExperimentArgs,
+    facts: FeatureFacts,
+    *,
+    device_type: str,
+    parallel: TensorParallel | None = None,
 ) -> tuple[SequenceModel, list[TableSpec]]:
     """The model of the experiment's task to run on "cpu" or "cuda", and all its table specs.
+
+    With `parallel` the stack has this rank's part of the heads.
 
     The trunk is on the CPU, where its weights are drawn; sharded tables have no rows yet.
 
@@ -131,7 +138,7 @@ def build_model(
         NotImplementedError, ValueError: the kernel backend cannot run here.
     """
     specs = table_specs(experiment, facts)
-    parts = _trunk_parts(experiment, facts, specs, device_type=device_type)
+    parts = _trunk_parts(experiment, facts, specs, device_type=device_type, parallel=parallel)
     if experiment.retrieval is None:
         trunk = _ranking_trunk(experiment, facts, parts)
     else:
@@ -168,6 +175,7 @@ def _trunk_parts(
     specs: Sequence[TableSpec],
     *,
     device_type: str,
+    parallel: TensorParallel | None,
 ) -> dict[str, Any]:
     """Arguments of `Trunk`."""
     network = experiment.network
@@ -184,6 +192,7 @@ def _trunk_parts(
         max_num_users=_largest_batch(experiment.trainer),
         max_seq_len=experiment.max_seq_len,
         precision=experiment.precision,
+        parallel=parallel,
     )
     return {
         "replicated": ReplicatedTables(

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel
@@ -313,8 +312,3 @@ def _fill(
         rows[low - first_row : high - first_row] = (
             std * draw[low - begin : high - begin, first_column:end_column]
         )
-
-
-def world_group() -> dist.ProcessGroup | None:
-    """The group that spans the run, or None in a single process."""
-    return None if dist.get_world_size() == 1 else dist.GroupMember.WORLD

@@ -45,7 +45,7 @@ def check_built(experiment: ExperimentArgs) -> None:
     Raises:
         NotImplementedError: naming the binding and the one that would run.
     """
-    precision, parallel = experiment.precision, experiment.parallel
+    precision = experiment.precision
     tables = experiment.dataset.embedding_args or ()
     kernel_backend = experiment.network.kernel_backend
     cached = [t.table_name for t in tables if isinstance(t, DynamicEmbeddingArgs) and t.caching]
@@ -56,8 +56,7 @@ def check_built(experiment: ExperimentArgs) -> None:
             precision.has_fp8_attention and kernel_backend in ("triton", "cutlass"),
             "'bf16', or NetworkArgs.kernel_backend = 'pytorch' (emulated, slower than BF16)",
         ),
-        f"TensorModelParallelArgs.tensor_model_parallel_size = "
-        f"{parallel.tensor_model_parallel_size}": (parallel.tensor_model_parallel_size > 1, "1"),
+        **_not_built_in_parallel(experiment),
         f"DynamicEmbeddingArgs.caching = True for table {', '.join(cached)}": (
             bool(cached),
             "False",
@@ -66,6 +65,26 @@ def check_built(experiment: ExperimentArgs) -> None:
     for binding, (is_asked, runs) in refusals.items():
         if is_asked:
             raise NotImplementedError(f"{binding} is not built yet; what runs: {runs}")
+
+
+def _not_built_in_parallel(experiment: ExperimentArgs) -> dict[str, tuple[bool, str]]:
+    """What models that are split over ranks do not have, by binding."""
+    size, precision = experiment.parallel.tensor_model_parallel_size, experiment.precision
+    if size == 1:
+        return {}
+    asked = f"TensorModelParallelArgs.tensor_model_parallel_size = {size} with "
+    is_fp8 = precision.has_fp8_linears
+    pair = (precision.linear_backend, precision.linear_recipe)
+    return {
+        f"{asked}RetrievalArgs": (experiment.retrieval is not None, "1"),
+        f"{asked}MixedPrecisionArgs.hstu_attn_quantization_mode = "
+        f"{precision.hstu_attn_quantization_mode!r}": (precision.has_fp8_attention, "'bf16'"),
+        # A maximum that is recorded is one over ranks; one of the present tensor is this rank's.
+        f"{asked}MixedPrecisionArgs.linear_backend = {pair[0]!r}, linear_recipe = {pair[1]!r}": (
+            is_fp8 and (pair[0] == "te" or pair[1] != "delayed"),
+            "linear_backend = 'native' or 'emulated' with linear_recipe = 'delayed'",
+        ),
+    }
 
 
 def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:

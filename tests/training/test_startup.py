@@ -16,7 +16,11 @@ from configs.schema import (
     MixedPrecisionArgs,
     TensorModelParallelArgs,
 )
-from tests.support.experiments import movielens_experiment, synthetic_experiment
+from tests.support.experiments import (
+    movielens_experiment,
+    retrieval_experiment,
+    synthetic_experiment,
+)
 from training.run import _without_start
 from training.startup import check_built, check_data, check_folders, check_machine
 
@@ -50,14 +54,39 @@ NOT_BUILT = {
         "NetworkArgs.kernel_backend = 'triton' is not built yet; "
         "what runs: 'bf16', or NetworkArgs.kernel_backend = 'pytorch'",
     ),
-    "tensor parallel": (
+    "tensor parallel FP8 by the present tensor": (
         lambda e: dataclasses.replace(
-            e, parallel=TensorModelParallelArgs(tensor_model_parallel_size=2)
+            e,
+            parallel=TensorModelParallelArgs(tensor_model_parallel_size=2),
+            precision=MixedPrecisionArgs(
+                mixed_precision_dtype="fp8", linear_backend="emulated", linear_recipe="tensorwise"
+            ),
         ),
-        "TensorModelParallelArgs.tensor_model_parallel_size = 2 is not built yet; what runs: 1",
+        "tensor_model_parallel_size = 2 with .*linear_recipe = 'tensorwise' is not built yet; "
+        "what runs: .*'delayed'",
+    ),
+    "tensor parallel FP8 attention": (
+        lambda e: dataclasses.replace(
+            e,
+            parallel=TensorModelParallelArgs(tensor_model_parallel_size=2),
+            precision=MixedPrecisionArgs(
+                mixed_precision_dtype="fp8",
+                linear_recipe=None,
+                hstu_attn_quantization_mode="per_block",
+            ),
+        ),
+        "tensor_model_parallel_size = 2 with .*mode = 'per_block' is not built yet; .*'bf16'",
     ),
     "cached table": (cached_items, "DynamicEmbeddingArgs.caching.*item is.*what runs: False"),
 }
+
+
+def test_retrieval_with_split_heads_is_not_built(run_folder: str) -> None:
+    parallel = TensorModelParallelArgs(tensor_model_parallel_size=2)
+    experiment = dataclasses.replace(retrieval_experiment(run_folder), parallel=parallel)
+    with pytest.raises(NotImplementedError, match="with RetrievalArgs is not built yet.*: 1"):
+        check_built(experiment)
+    check_built(dataclasses.replace(synthetic_experiment(run_folder), parallel=parallel))
 
 
 @pytest.mark.parametrize("case", NOT_BUILT)
