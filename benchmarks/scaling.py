@@ -7,8 +7,9 @@
     torchrun --nproc_per_node N benchmarks/scaling.py steps [--scaling strong]
 
 Prints a JSON line for each cell. A cell is the median of --windows windows of --steps steps over 16
-batches that lie collated in (page-locked) memory, with the spread (largest less smallest window). `exposed_share` is the time in
-which a collective's kernel runs and no other, out of a profiled window's time: GPU only.
+batches that lie collated in (page-locked) memory, with the spread (largest less smallest window).
+`exposed_share` is the time in which a collective's kernel runs and no other, out of a profiled
+window's time: GPU only.
 
 The model is the hidden-1024 one on synthetic users with zipf lengths and a table of --rows rows
 under row-wise Adagrad; --small makes all of it fit a laptop.
