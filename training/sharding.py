@@ -29,6 +29,7 @@ from torchrec.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
+    ShardingPlan,
 )
 
 from configs.schema import TrainerArgs
@@ -126,34 +127,9 @@ def shard_tables(
     ]
     for id_rows in (module for module in model.modules() if isinstance(module, IdRows)):
         id_rows.set_num_ranks(world.world_size)
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=world.world_size,
-            local_world_size=world.local_world_size,
-            compute_device=world.device.type,
-        ),
-        batch_size=trainer.train_batch_size,
-        constraints={
-            spec.module_name: _constraints(
-                spec, world=world, prefetches=trainer.pipeline_type == "prefetch"
-            )
-            for spec in specs
-        },
-    )
-    # The plan is a pure function of equal inputs, so each rank makes its own: a planner error
-    # then reaches every rank, where a broadcast would leave the others waiting.
+    plan = _plan(model, specs, sharders, world=world, trainer=trainer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            plan = planner.plan(model, sharders)
-        except PlannerError as error:
-            largest = max(specs, key=lambda s: s.num_rows * s.dim)
-            raise RuntimeError(
-                f"the tables do not fit the memory of {world.world_size} ranks; the largest is "
-                f"{largest.name!r} with {largest.num_rows} rows of {largest.dim} numbers (as many "
-                "rows as the highest id asks for). Start more processes, or set "
-                f"NetworkArgs.item_embedding_dim ({str(error).splitlines()[0]})"
-            ) from None
         sharded = DistributedModelParallel(
             model,
             device=world.device,
@@ -166,6 +142,46 @@ def shard_tables(
         for kernel, _ in collection._table_to_tbe_and_index.values():
             kernel.reset_embedding_weight_momentum = partial(_forget_rows, kernel)
     return sharded
+
+
+def _plan(
+    model: nn.Module,
+    specs: Sequence[TableSpec],
+    sharders: list[ModuleSharder],
+    *,
+    world: World,
+    trainer: TrainerArgs,
+) -> ShardingPlan:
+    """Which rank gets what of each table.
+
+    A pure function of equal inputs, so each rank makes its own: a planner error then reaches every
+    rank, where a broadcast would leave the others waiting.
+    """
+    prefetches = trainer.pipeline_type == "prefetch"
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=world.world_size,
+            local_world_size=world.local_world_size,
+            compute_device=world.device.type,
+        ),
+        batch_size=trainer.train_batch_size,
+        constraints={
+            spec.module_name: _constraints(spec, world=world, prefetches=prefetches)
+            for spec in specs
+        },
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return planner.plan(model, sharders)
+        except PlannerError as error:
+            largest = max(specs, key=lambda s: s.num_rows * s.dim)
+            raise RuntimeError(
+                f"the tables do not fit the memory of {world.world_size} ranks; the largest is "
+                f"{largest.name!r} with {largest.num_rows} rows of {largest.dim} numbers (as many "
+                "rows as the highest id asks for). Start more processes, or set "
+                f"NetworkArgs.item_embedding_dim ({str(error).splitlines()[0]})"
+            ) from None
 
 
 def _forget_rows(kernel: Any, *, pruned_indices: Tensor, **_where: Tensor) -> None:

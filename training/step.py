@@ -34,8 +34,9 @@ from model.trunk import SequenceModel
 from modules.embedding import lookup_results
 from modules.linear.parallel import GradientKind, kind_of
 from modules.linear.watch import OperandFigures
-from training.distributed import Grid, SummedGradients, gather_rows, sum_over_ranks_
+from training.distributed import gather_rows, sum_over_ranks_
 from training.fp8_step import Fp8Step
+from training.grid import Grid, SummedGradients
 from training.nonfinite import NonFiniteError, SkipBudget
 from training.optimizer import RunOptimizer
 from training.trace import WAIT_NAME

@@ -27,12 +27,13 @@ from training.checkpoint import (
     load_weights,
     read_state,
 )
-from training.distributed import World, from_main, make_grid
+from training.distributed import World, from_main
 from training.early_stopping import early_stopping
 from training.evaluate import build_evaluator
 from training.flops import ideal_seconds_of
 from training.folds import FOLDS, fold_loader, open_datasets
 from training.fp8_step import weights_held
+from training.grid import make_grid
 from training.nonfinite import SkipBudget
 from training.optimizer import RunOptimizer, fuse_table_optimizer, resolve_table_optimizer
 from training.pipeline import Pipeline, build_pipeline

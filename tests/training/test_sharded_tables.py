@@ -162,13 +162,18 @@ def test_one_process_splits_nothing(run_folder: str, world: World) -> None:
 def test_kernels_that_a_placement_asks_for() -> None:
     """Only a GPU runs them; what the planner is told shows without one."""
     spec = TableSpec(name="a", feature_names=("a",), num_rows=9, dim=8, is_sharded=True)
+    world = dataclasses.replace(cpu_world(0, 2), device=torch.device("cuda"))
     cached = dataclasses.replace(spec, placement="host_cached", cache_ratio=0.4)
-    found = _constraints(cached, world=cpu_world(0, 2), prefetches=True)
+    found = _constraints(cached, world=world, prefetches=True)
     assert (found.sharding_types, found.compute_kernels) == (["row_wise"], ["fused_uvm_caching"])
     assert (found.cache_params.load_factor, found.cache_params.prefetch_pipeline) == (0.4, True)
     hosted = dataclasses.replace(spec, placement="host")
-    found = _constraints(hosted, world=cpu_world(0, 2), prefetches=True)
+    found = _constraints(hosted, world=world, prefetches=True)
     assert (found.compute_kernels, found.cache_params) == (["fused_uvm"], None)
+    # A dynamic table's sizes are about GPU memory, of which a CPU has none.
+    assert _constraints(hosted, world=cpu_world(0, 2), prefetches=False).compute_kernels == [
+        "fused"
+    ]
 
 
 def test_defaults_are_what_ran_before() -> None:
