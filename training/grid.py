@@ -7,6 +7,7 @@ replicas of each other. With T = 1 all ranks are replicas.
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,10 @@ def make_grid(args: TensorModelParallelArgs, *, world: World, timeout_seconds: f
             f"processes, got {size} and {world.world_size}; start a multiple of {size} processes, "
             "or set 1"
         )
-    from megatron.core import parallel_state  # takes seconds
+    with warnings.catch_warnings():
+        # It says what it does without TransformerEngine and Apex, of which nothing here is used.
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state  # takes seconds
 
     if world.device.type == "cpu" and not torch.cuda.is_available():
         # Megatron's mappings make their results on the current CUDA device. On a machine without
