@@ -22,22 +22,26 @@ class HSTULayer(nn.Module):
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
         self.config = config
-        eps = config.norm_epsilon
-        backend = config.elementwise_backend
-        self.input = NormLinear(
+        self.input = self._before(config)
+        self.attention = HSTUAttention(config)
+        self.output = self._behind(config)
+
+    def _before(self, config: HSTUConfig) -> NormLinear:
+        return NormLinear(
             config.hidden_size,
             config.uvqk_features,
-            eps=eps,
-            backend=backend,
+            eps=config.norm_epsilon,
+            backend=config.elementwise_backend,
             recompute_norm=config.recompute_input_layernorm,
         )
-        self.attention = HSTUAttention(config)
-        self.output = GatedNormLinear(
+
+    def _behind(self, config: HSTUConfig) -> GatedNormLinear:
+        return GatedNormLinear(
             config.num_heads * config.linear_dim,
             config.hidden_size,
-            eps=eps,
+            eps=config.norm_epsilon,
             dropout=config.dropout,
-            backend=backend,
+            backend=config.elementwise_backend,
         )
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
@@ -77,25 +81,24 @@ class HSTULayer(nn.Module):
 class ParallelHSTULayer(HSTULayer):
     """The layer with its heads split over the ranks of `HSTUConfig.parallel`; same parameters."""
 
-    input: ParallelNormLinear
-
-    def __init__(self, config: HSTUConfig) -> None:
-        super().__init__(config)
-        parallel = config.parallel
-        assert parallel is not None
-        self.input = ParallelNormLinear(
+    def _before(self, config: HSTUConfig) -> NormLinear:
+        assert config.parallel is not None
+        return ParallelNormLinear(
             config.hidden_size,
             config.uvqk_features,
             eps=config.norm_epsilon,
-            parallel=parallel,
+            parallel=config.parallel,
             recompute_norm=config.recompute_input_layernorm,
         )
-        self.output = ParallelGatedNormLinear(
+
+    def _behind(self, config: HSTUConfig) -> GatedNormLinear:
+        assert config.parallel is not None
+        return ParallelGatedNormLinear(
             config.num_heads * config.linear_dim,
             config.hidden_size,
             eps=config.norm_epsilon,
             dropout=config.dropout,
-            parallel=parallel,
+            parallel=config.parallel,
         )
 
     def _projected(self, x_TD: Tensor, sequence: JaggedSequence) -> tuple[Tensor, Tensor]:
