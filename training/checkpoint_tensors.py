@@ -20,6 +20,7 @@ from model.trunk import Trunk
 from modules.linear.engine import LinearEngine
 from modules.linear.parallel import split_dim_of
 from modules.linear.state import fp8_state_dict, load_fp8_state_dict
+from training.sharding import drop_cached_rows
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ def load_with_fp8(model: nn.Module, tensors: dict[str, Any], checkpoint: Path) -
             f"{checkpoint} cannot be loaded ({cause_of(error)}); its files are damaged or belong "
             "to another model; name another checkpoint"
         ) from error
+    drop_cached_rows(model)
     load_fp8_state_dict(model, state)
     _tell(model, state, checkpoint)
 

@@ -130,10 +130,15 @@ class PrefetchPipeline(SparseDistPipeline):
             context_type=PrefetchTrainPipelineContext,
         )
         self._prefetch_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._table_kernels = optimizer.table_kernels
 
     def fill_pipeline(self, dataloader_iter: Iterator[SequenceBatch]) -> None:
         """Fetches two batches where there are none, and the rows of the first."""
         is_empty = not self.batches
+        for kernel in self._table_kernels if is_empty else ():
+            # A lookup locks its cache lines until its update, and evaluation had none.
+            if hasattr(kernel, "lxu_cache_locking_counter"):
+                kernel.lxu_cache_locking_counter.zero_()
         super().fill_pipeline(dataloader_iter)
         if is_empty and self.batches:
             self._prefetch(self.contexts[0])

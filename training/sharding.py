@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -269,6 +269,17 @@ def _codecs(
         logger.info("rows of tables travel as %s, their gradients as %s", *kinds)
     # Collections send nothing else; and TorchRec's own registry turns bf16 into fp16 on gloo.
     return {CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name: get_qcomm_codecs(config)}
+
+
+def drop_cached_rows(model: nn.Module) -> None:
+    """Makes caches of tables in host memory read their rows anew, after those were overwritten.
+
+    A cache that is left as it is goes on answering with the rows of before, and writes them back.
+    """
+    tables = cast(Any, model).module.tables
+    for collection in (*tables.collections, *(one._embedding_module for one in tables.dynamic)):
+        for lookup in collection._lookups:
+            lookup.purge()
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

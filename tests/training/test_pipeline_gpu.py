@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from tests.support.experiments import synthetic_experiment
+from training.checkpoint import load_weights
 from training.distributed import World, process_group
 from training.pipeline import build_pipeline
 from training.step import TrainStep
@@ -62,3 +64,29 @@ def test_the_same_losses_under_each_pipeline(run_folder: str) -> None:
             for placement in ("device", "host", "host_cached"):
                 found = losses(run_folder, world, pipeline_type, placement)
                 assert found == pytest.approx(expected, rel=1e-5), (pipeline_type, placement)
+
+
+def test_a_checkpoint_replaces_rows_that_are_cached(run_folder: str) -> None:
+    """Figures after six steps, four more, and a return to the six."""
+    plain = synthetic_experiment(
+        run_folder,
+        trainer={"pipeline_type": "prefetch", "ckpt_save_interval": 6, "max_train_iters": 6},
+        optimizer={"sparse_optimizer_str": "rowwise_adagrad", "learning_rate": 0.05},
+    )
+    tables = tuple(
+        dataclasses.replace(table, placement="host_cached", cache_ratio=0.5)
+        if table.table_name == "item"
+        else table
+        for table in plain.dataset.embedding_args or ()
+    )
+    dataset = dataclasses.replace(plain.dataset, embedding_args=tables)
+    with process_group() as world:
+        trainer = Trainer(dataclasses.replace(plain, dataset=dataset), world=world)
+        expected = trainer.fit()
+        trainer.model.train()
+        step = TrainStep(trainer.model.module, trainer.optimizer, num_steps=6)
+        for batch in trainer.loaders["train"].epoch(3):
+            step(batch.to(world.device))
+        assert trainer.evaluate("test")["loss"] != pytest.approx(expected["loss"], rel=1e-4)
+        load_weights(trainer.model, Path(run_folder) / "checkpoints" / "step-00000006")
+        assert trainer.evaluate("test") == pytest.approx(expected, rel=1e-6)

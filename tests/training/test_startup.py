@@ -186,6 +186,11 @@ def test_what_a_cpu_cannot_run_is_refused_by_its_binding(
         assert text in str(refused.value).replace("'", '"')
 
 
+def test_evaluation_has_no_pipeline_to_refuse(run_folder: str) -> None:
+    experiment = synthetic_experiment(run_folder, trainer={"pipeline_type": "prefetch"})
+    check_machine(_without_start(experiment), device_type="cpu")
+
+
 @pytest.mark.parametrize("placement", ["host", "host_cached"])
 def test_rows_on_the_host_of_a_gpu_need_one(run_folder: str, placement: str) -> None:
     plain = synthetic_experiment(run_folder)
