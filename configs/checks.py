@@ -1,13 +1,19 @@
 """Checks across classes: combinations that cannot work, refused before anything is built."""
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from configs.data_schema import BenchmarkDatasetArgs, DatasetArgs, FeatureArgs
+from configs.data_schema import (
+    BenchmarkDatasetArgs,
+    DatasetArgs,
+    DynamicEmbeddingArgs,
+    FeatureArgs,
+)
 from configs.datasets import DATASETS
 from configs.linear_plan import check_linears
 from configs.rules import ConfigError, did_you_mean
-from configs.table_checks import check_tables, check_widths
+from configs.table_checks import check_item_rows, check_tables, check_widths
 from configs.task_schema import is_retrieval_metric
 
 if TYPE_CHECKING:
@@ -56,6 +62,7 @@ def check_experiment(experiment: "ExperimentArgs") -> None:
         _check_task,
         _check_dataset,
         check_widths,
+        check_item_rows,
         _check_positions,
         _check_supervision,
         _check_mask,
@@ -169,8 +176,11 @@ def _check_contextual_groups(dataset: BenchmarkDatasetArgs) -> None:
 
 
 def _check_values_fit(dataset: BenchmarkDatasetArgs, experiment: "ExperimentArgs") -> None:
-    rows = {
-        name: table.item_vocab_size_or_capacity
+    rows: dict[str, float] = {
+        # A dynamic table takes any id.
+        name: math.inf
+        if isinstance(table, DynamicEmbeddingArgs)
+        else table.item_vocab_size_or_capacity
         for table in dataset.embedding_args
         for name in table.feature_names
     }

@@ -129,13 +129,27 @@ class EmbeddingArgs(CheckedArgs):
     """Replicated or spread over ranks; None = items and tables of more than 65,536 rows are
     spread."""
 
+    shard_by: Literal["row_wise", "table_wise", "column_wise", "planner"] = "row_wise"
+    """How a table is spread: a range of rows on each rank, all of it on one rank, a range of
+    columns on each rank, or what TorchRec's planner expects to be fastest."""
+
+    placement: Literal["device", "host", "host_cached"] = "device"
+    """Where the rows of a spread table are: in the memory of the devices, in that of their hosts
+    (unified memory, read over the bus), or there with a cache on the devices (GPU)."""
+
+    cache_ratio: Annotated[float, Range(above=0, high=1)] = 0.2
+    """Share of its rows that the cache of a host_cached table holds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicEmbeddingArgs(EmbeddingArgs):
-    """A table that takes any id and evicts rows when full; always model parallel.
+    """A table that takes any id >= 0 and evicts rows when full; always spread by rows.
 
-    Of the three sizes the first one set counts: global_hbm_for_values, item_vocab_gpu_capacity,
-    item_vocab_gpu_capacity_ratio. None of them set = all rows in GPU memory.
+    It holds item_vocab_size_or_capacity - 1 ids at a time (with several processes: one less for
+    each of them); that last row serves ids without a row. Of the three sizes the first one set
+    counts: global_hbm_for_values, item_vocab_gpu_capacity, item_vocab_gpu_capacity_ratio. None of
+    them set = all rows in GPU memory; one that is too small for all rows puts them into the memory
+    of the host.
     """
 
     global_hbm_for_values: NonNegativeInt | None = None
@@ -151,10 +165,10 @@ class DynamicEmbeddingArgs(EmbeddingArgs):
     """Which row leaves a full table: least recently or least frequently used."""
 
     caching: bool = False
-    """GPU memory is a cache of the rows in host memory rather than a part of them."""
+    """Rows in host memory have a cache on the GPU."""
 
     dist_type: Literal["continuous", "roundrobin", "hash_roundrobin"] = "roundrobin"
-    """How ids are spread over ranks."""
+    """How ids are spread over ranks; has no effect: by a hash, whatever is set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,6 +179,25 @@ class DynamicEmbeddingArgs(EmbeddingArgs):
                 "DynamicEmbeddingArgs.sharding_type",
             )
         object.__setattr__(self, "sharding_type", "model_parallel")
+        if (self.shard_by, self.placement) != ("row_wise", "device"):
+            field, rule = ("shard_by", "row_wise")
+            if self.shard_by == "row_wise":
+                field, rule = ("placement", "device")
+            raise ConfigError(
+                f"DynamicEmbeddingArgs.{field} must be {rule!r} or left out, got "
+                f"{getattr(self, field)!r}; ids move between rows of one rank only, and the three "
+                "sizes decide where rows are: remove it",
+                f"DynamicEmbeddingArgs.{field}",
+            )
+
+    def fits_devices(self, width: int) -> bool:
+        """Whether the sizes leave room on the devices for all rows, of `width` numbers each."""
+        rows = self.item_vocab_size_or_capacity
+        if self.global_hbm_for_values is not None:
+            return self.global_hbm_for_values >= 4 * width * rows
+        if self.item_vocab_gpu_capacity is not None:
+            return self.item_vocab_gpu_capacity >= rows
+        return self.item_vocab_gpu_capacity_ratio in (None, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from configs.schema import (
     BenchmarkDatasetArgs,
     DatasetArgs,
     DynamicEmbeddingArgs,
+    EmbeddingArgs,
     ExperimentArgs,
     FeatureArgs,
     MixedPrecisionArgs,
@@ -25,7 +26,9 @@ def inert_in_class(built: Any) -> dict[str, str]:
         case FeatureArgs() if not built.is_jagged:
             return {"seqlen_dist": "is_jagged is False, every user has max_sequence_length"}
         case DynamicEmbeddingArgs():
-            return _inert_in_dynamic_table(built)
+            return _inert_in_dynamic_table(built) | _inert_in_table(built)
+        case EmbeddingArgs():
+            return _inert_in_table(built)
         case OptimizerArgs():
             return _inert_in_optimizer(built)
         case TensorModelParallelArgs() if built.tensor_model_parallel_size == 1:
@@ -67,10 +70,21 @@ def _inert_in_distribution(distribution: RandomDistribution) -> dict[str, str]:
     return {name: reason for name in ("mean", "std", "alpha") if name not in used[kind]}
 
 
+def _inert_in_table(table: EmbeddingArgs) -> dict[str, str]:
+    if table.sharding_type == "data_parallel":
+        reason = "sharding_type is 'data_parallel', every rank has a copy"
+        return dict.fromkeys(("shard_by", "placement", "cache_ratio"), reason)
+    if table.placement != "host_cached":
+        return {"cache_ratio": f"placement is {table.placement!r}, not 'host_cached'"}
+    return {}
+
+
 def _inert_in_dynamic_table(table: DynamicEmbeddingArgs) -> dict[str, str]:
     order = ("global_hbm_for_values", "item_vocab_gpu_capacity", "item_vocab_gpu_capacity_ratio")
     given = [name for name in order if getattr(table, name) is not None]
-    return dict.fromkeys(given[1:], f"{given[0]} is set and comes first")
+    first, *others = given or [""]
+    inert = dict.fromkeys(others, f"{first} is set and comes first")
+    return inert | {"dist_type": "ids are spread over ranks by a hash"}
 
 
 def _inert_in_optimizer(optimizer: OptimizerArgs) -> dict[str, str]:

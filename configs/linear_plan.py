@@ -67,9 +67,10 @@ def check_linears(experiment: "ExperimentArgs") -> None:
 
 
 def _linears(experiment: "ExperimentArgs") -> Iterator[ListedLinear]:
-    """All linears without a decision."""
+    """All linears without a decision, as a rank has them: with the widths of its own heads."""
     network = experiment.network
-    heads, hidden = network.num_attention_heads, network.hidden_size
+    heads = network.num_attention_heads // experiment.parallel.tensor_model_parallel_size
+    hidden = network.hidden_size
     uvqk = 2 * heads * (network.linear_dim + network.attention_dim)
     shapes = {"input.uvqk": (hidden, uvqk), "output.proj": (heads * network.linear_dim, hidden)}
     for layer in range(network.num_layers):

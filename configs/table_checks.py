@@ -3,7 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from configs.data_schema import MAX_REPLICATED_ROWS, DatasetArgs, EmbeddingArgs
+from configs.data_schema import (
+    MAX_REPLICATED_ROWS,
+    DatasetArgs,
+    DynamicEmbeddingArgs,
+    EmbeddingArgs,
+)
 from configs.rules import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -82,6 +87,32 @@ def _check_default_names(
                 f"feature {table.table_name!r} gets the default table {table.table_name!r}; rename "
                 f"the table, or add {table.table_name!r} to its feature_names to share it",
                 field,
+            )
+
+
+def check_item_rows(experiment: "ExperimentArgs") -> None:
+    """Raises ConfigError where an evaluation of retrieval would not find whole rows of items."""
+    if experiment.retrieval is None:
+        return
+    for table in experiment.dataset.embedding_args or ():
+        if experiment.item_feature_name in table.feature_names and isinstance(
+            table, DynamicEmbeddingArgs
+        ):
+            raise ConfigError(
+                f"{type(experiment.dataset).__name__}.embedding_args must hold an EmbeddingArgs "
+                f"for the items in retrieval, got DynamicEmbeddingArgs {table.table_name!r}; the "
+                "whole catalogue is ranked, so each item needs its row",
+                f"{type(experiment.dataset).__name__}.embedding_args",
+            )
+        is_cut = table.shard_by in ("column_wise", "planner")
+        is_spread = table.sharding_type != "data_parallel"
+        if experiment.item_feature_name in table.feature_names and is_cut and is_spread:
+            raise ConfigError(
+                f"EmbeddingArgs.shard_by of the item table {table.table_name!r} must be "
+                f"'row_wise' or 'table_wise' for retrieval, got {table.shard_by!r}; each rank "
+                "scores the whole rows that it holds: choose one of them",
+                "EmbeddingArgs.shard_by",
+                f"{type(experiment.dataset).__name__}.embedding_args",
             )
 
 

@@ -106,8 +106,16 @@ class TrainerArgs(CheckedArgs):
     """none: one batch at a time. native: the next batch is moved and its ids are exchanged while
     this one computes. prefetch: its embedding rows are fetched, too (GPU)."""
 
+    table_comms_forward: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """What rows of spread tables are sent as between ranks; fp8 = E4M3 with a scale for each
+    row."""
+
+    table_comms_backward: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """The same for their gradients; fp8 = E5M2."""
+
     enable_balanced_shuffler: bool = False
-    """Spread users over ranks by length, so that ranks finish a step together."""
+    """Deal the users of a global batch out so that every rank has about the same attention work
+    (tokens squared), so that ranks finish a step together; changes no loss and no metric."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,6 +141,14 @@ class TrainerArgs(CheckedArgs):
                 f"{self.gradient_accumulation_steps}; change one of them",
                 "TrainerArgs.gradient_accumulation_steps",
                 "TrainerArgs.train_batch_size",
+            )
+        if self.pipeline_type == "prefetch" and self.nonfinite_policy == "skip":
+            raise ConfigError(
+                "TrainerArgs.nonfinite_policy must be 'stop' with pipeline_type = 'prefetch', got "
+                "'skip'; a skipped step would leave its rows locked in the caches: choose "
+                "pipeline_type = 'native' to skip steps",
+                "TrainerArgs.nonfinite_policy",
+                "TrainerArgs.pipeline_type",
             )
         if self.early_stopping_metric is not None and self.ckpt_save_interval == 0:
             raise ConfigError(

@@ -33,6 +33,11 @@ class FeatureFacts:
     label_kind: str
     """"classes" or "bitmask"."""
 
+    def num_tokens(self, history_S: np.ndarray, candidates_S: np.ndarray) -> np.ndarray:
+        """Tokens of samples with so many history events and candidates."""
+        tokens_per_event = 1 if self.action_feature_name is None else 2
+        return len(self.contextual_feature_names) + tokens_per_event * history_S + candidates_S
+
 
 class SequenceDataset(Protocol):
     """A finite, indexable set of samples that are fetched a batch at a time."""
@@ -48,6 +53,10 @@ class SequenceDataset(Protocol):
 
     def batch(self, indices_S: np.ndarray, *, batch_size: int) -> SequenceBatch:
         """The samples `indices_S` (int64, at most `batch_size`), filled up with padding users."""
+        ...
+
+    def num_tokens(self, indices_S: np.ndarray) -> np.ndarray:
+        """Tokens of the samples `indices_S`, int64 (S,); their events are not fetched."""
         ...
 
     def catalogue(self) -> np.ndarray:
@@ -189,6 +198,13 @@ class EventDataset:
             item_feature_name=self.facts.item_feature_name,
             action_feature_name=self.facts.action_feature_name,
             contextual_feature_names=self.facts.contextual_feature_names,
+        )
+
+    def num_tokens(self, indices_S: np.ndarray) -> np.ndarray:
+        samples = self.samples.take(indices_S)
+        return self.facts.num_tokens(
+            samples.candidates_begin_S - samples.history_begin_S,
+            samples.candidates_end_S - samples.candidates_begin_S,
         )
 
     def _events(self, samples: SampleTable) -> np.ndarray:

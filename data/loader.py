@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from data.balance import attention_work, deal
 from data.batch import SequenceBatch, with_negatives
 from data.build import build_datasets
 from data.dataset import Datasets, SequenceDataset
@@ -23,9 +24,10 @@ class SequenceLoader:
     """Yields one rank's share of every global batch.
 
     With B users a rank and W ranks, global batch i holds samples order[i*W*B : (i+1)*W*B] and rank
-    r takes its r-th part of B. Short and empty parts are filled with padding users, so all ranks
-    yield `num_batches` batches of exactly B users. The order of an epoch depends on (seed, epoch)
-    and the number of samples only; no global random state is read or written.
+    r takes its r-th part of B, or with is_balanced the part that `data.balance` deals it. Short and
+    empty parts are filled with padding users, so all ranks yield `num_batches` batches of exactly B
+    users. The order of an epoch depends on (seed, epoch) and the number of samples only; no global
+    random state is read or written.
 
     Args:
         dataset: where the samples come from.
@@ -39,6 +41,9 @@ class SequenceLoader:
         num_negatives: give each batch so many different ids of the data set's catalogue as its
             negatives feature. They depend on (seed, epoch, batch number) and the catalogue only:
             all ranks get the same ones. None gives none.
+        is_balanced: deal the users of a global batch out by the work that they are. Every rank
+            computes that from lengths it has: nothing is exchanged, and it is done with the
+            collation, ahead of the step.
 
     Raises:
         ValueError: a size or rank out of range, more negatives than items.
@@ -56,6 +61,7 @@ class SequenceLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         num_negatives: int | None = None,
+        is_balanced: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
@@ -66,6 +72,7 @@ class SequenceLoader:
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.is_balanced = is_balanced
         self._epoch, self._next_batch = 0, 0
         self.negatives = None
         if num_negatives is not None:
@@ -179,14 +186,22 @@ class _RankBatches(torch.utils.data.Dataset[SequenceBatch]):
         self.order, self.batch_size = loader._order(epoch), loader.batch_size
         self.rank, self.world_size = loader.rank, loader.world_size
         self.negatives, self.epoch = loader.negatives, epoch
+        self.is_balanced = loader.is_balanced
 
     def __getitem__(self, index: int) -> SequenceBatch:
-        begin = (index * self.world_size + self.rank) * self.batch_size
-        indices_S = self.order[begin : begin + self.batch_size]
-        batch = self.dataset.batch(indices_S, batch_size=self.batch_size)
+        batch = self.dataset.batch(self._share(index), batch_size=self.batch_size)
         if self.negatives is None:
             return batch
         return with_negatives(batch, self.negatives.draw(self.epoch, index))
+
+    def _share(self, index: int) -> np.ndarray:
+        """This rank's samples of a global batch."""
+        size = self.batch_size * self.world_size
+        indices_S = self.order[index * size : (index + 1) * size]
+        if not self.is_balanced:
+            return indices_S[self.rank * self.batch_size :][: self.batch_size]
+        work_S = attention_work(self.dataset.num_tokens(indices_S))
+        return indices_S[deal(work_S, self.world_size)[self.rank]]
 
 
 def _unchanged(batch: SequenceBatch) -> SequenceBatch:

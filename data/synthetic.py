@@ -129,6 +129,13 @@ class SyntheticDataset:
             max_history=self.max_history,
         )
 
+    def num_tokens(self, indices_S: np.ndarray) -> np.ndarray:
+        ids_S = indices_S + self.first_sample_id
+        history_S, candidates_S = self.generator.num_events(ids_S, self.max_num_candidates)
+        if self.max_history is not None:
+            history_S = np.minimum(history_S, self.max_history)
+        return self.generator.facts.num_tokens(history_S, candidates_S)
+
     def catalogue(self) -> np.ndarray:
         facts = self.generator.facts
         return np.ones(facts.vocab_sizes[facts.item_feature_name], bool)
@@ -214,8 +221,8 @@ class SampleGenerator:
         keeps one history event. Of the history the newest max_history events are kept.
         """
         ids_S = sample_ids_S.astype(np.int64)
-        lengths_S = self._lengths(ids_S)
-        num_candidates_S = np.minimum(max_num_candidates, np.maximum(lengths_S - 1, 0))
+        history_lengths_S, num_candidates_S = self.num_events(ids_S, max_num_candidates)
+        lengths_S = history_lengths_S + num_candidates_S
         positions_E = ranges(np.zeros_like(lengths_S), lengths_S)
         owner_E = np.repeat(np.arange(len(ids_S)), lengths_S)
         events_E = mix(ids_S)[owner_E] + positions_E.astype(np.uint64)
@@ -230,7 +237,7 @@ class SampleGenerator:
         items_E = self._item_ids(events_E, positions_E)
         labels_E = self._labels(ids_S, contextual_FS, items_E, owner_E, events_E)
         packed = PackedSamples(
-            history_lengths_S=lengths_S - num_candidates_S,
+            history_lengths_S=history_lengths_S,
             num_candidates_S=num_candidates_S,
             items_E=items_E,
             labels_E=labels_E,
@@ -241,6 +248,14 @@ class SampleGenerator:
             user_ids_S=ids_S,
         )
         return packed if max_history is None else packed.newest(max_history)
+
+    def num_events(
+        self, sample_ids_S: np.ndarray, max_num_candidates: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """History events and candidates of the samples with these ids, as in `samples`."""
+        lengths_S = self._lengths(sample_ids_S)
+        num_candidates_S = np.minimum(max_num_candidates, np.maximum(lengths_S - 1, 0))
+        return lengths_S - num_candidates_S, num_candidates_S
 
     def _item_ids(self, events_E: np.ndarray, positions_E: np.ndarray) -> np.ndarray:
         item_name = self.facts.item_feature_name

@@ -9,7 +9,14 @@ from torch import nn
 
 from configs.data_schema import MAX_REPLICATED_ROWS
 from configs.datasets import DATASETS
-from configs.schema import DatasetArgs, EmbeddingArgs, ExperimentArgs, RankingArgs, TrainerArgs
+from configs.schema import (
+    DatasetArgs,
+    DynamicEmbeddingArgs,
+    EmbeddingArgs,
+    ExperimentArgs,
+    RankingArgs,
+    TrainerArgs,
+)
 from data.batch import negatives_feature
 from data.dataset import FeatureFacts
 from model.ranking import RankingTrunk
@@ -18,6 +25,7 @@ from model.trunk import SequenceModel, Trunk
 from modules.embedding import ReplicatedTables, ShardedTables, TableSpec
 from modules.hstu_config import HSTUConfig
 from modules.hstu_stack import HSTUStack
+from modules.linear.parallel import TensorParallel
 from modules.linear.plan import attach_engines, format_plan, plan_linears, warnings_of
 from modules.linear.recipe import LinearRecipe
 from modules.losses import RankingObjective, SampledSoftmax, Similarity
@@ -66,13 +74,22 @@ def table_specs(experiment: ExperimentArgs, facts: FeatureFacts) -> list[TableSp
         served = [name for name in args.feature_names if name in facts.vocab_sizes]
         if facts.item_feature_name in served and _has_random_negatives(experiment):
             served.append(negatives_feature(facts.item_feature_name))
+        width = network.hidden_size if dim is None else dim
+        placement, evict_strategy = args.placement, None
+        if isinstance(args, DynamicEmbeddingArgs):
+            placement = "device" if args.fits_devices(width) else "host"
+            evict_strategy = args.evict_strategy
         specs.append(
             TableSpec(
                 name=args.table_name,
                 feature_names=tuple(served),
                 num_rows=args.item_vocab_size_or_capacity,
-                dim=network.hidden_size if dim is None else dim,
+                dim=width,
                 is_sharded=is_sharded,
+                shard_by=args.shard_by,
+                placement=placement,
+                cache_ratio=args.cache_ratio,
+                evict_strategy=evict_strategy,
             )
         )
     return specs
@@ -105,9 +122,15 @@ def ranking_objective(experiment: ExperimentArgs, facts: FeatureFacts) -> Rankin
 
 
 def build_model(
-    experiment: ExperimentArgs, facts: FeatureFacts, *, device_type: str
+    experiment: ExperimentArgs,
+    facts: FeatureFacts,
+    *,
+    device_type: str,
+    parallel: TensorParallel | None = None,
 ) -> tuple[SequenceModel, list[TableSpec]]:
     """The model of the experiment's task to run on "cpu" or "cuda", and all its table specs.
+
+    With `parallel` the stack has this rank's part of the heads.
 
     The trunk is on the CPU, where its weights are drawn; sharded tables have no rows yet.
 
@@ -115,13 +138,17 @@ def build_model(
         NotImplementedError, ValueError: the kernel backend cannot run here.
     """
     specs = table_specs(experiment, facts)
-    parts = _trunk_parts(experiment, facts, specs, device_type=device_type)
+    parts = _trunk_parts(experiment, facts, specs, device_type=device_type, parallel=parallel)
     if experiment.retrieval is None:
         trunk = _ranking_trunk(experiment, facts, parts)
     else:
         trunk = _retrieval_trunk(experiment, facts, parts, device_type=device_type)
     _attach_fp8(trunk, experiment)
-    return SequenceModel(ShardedTables([s for s in specs if s.is_sharded]), trunk), specs
+    tables = ShardedTables(
+        [spec for spec in specs if spec.is_sharded],
+        init_std=experiment.network.embedding_init_std,
+    )
+    return SequenceModel(tables, trunk), specs
 
 
 def _attach_fp8(trunk: Trunk, experiment: ExperimentArgs) -> None:
@@ -148,6 +175,7 @@ def _trunk_parts(
     specs: Sequence[TableSpec],
     *,
     device_type: str,
+    parallel: TensorParallel | None,
 ) -> dict[str, Any]:
     """Arguments of `Trunk`."""
     network = experiment.network
@@ -164,6 +192,7 @@ def _trunk_parts(
         max_num_users=_largest_batch(experiment.trainer),
         max_seq_len=experiment.max_seq_len,
         precision=experiment.precision,
+        parallel=parallel,
     )
     return {
         "replicated": ReplicatedTables(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from modules.hstu_config import HSTUConfig
 from modules.jagged_sequence import JaggedSequence
+from modules.linear.parallel import GradientKind, mark
 from modules.linear.sink import GradientSink
 from ops.hstu_attention import AttentionSpec, hstu_attention, hstu_attention_from_uvqk
 from ops.silu_split import RecomputedActivation, silu_split
@@ -19,15 +20,19 @@ class HSTUAttention(nn.Module):
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
         self.config = config
-        self.position_bias = _table(config.num_heads, config.num_position_bias_buckets)
-        self.time_bias = _table(config.num_heads, config.num_time_buckets)
+        self.position_bias = _table(config, config.num_position_bias_buckets)
+        self.time_bias = _table(config, config.num_time_buckets)
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the bias tables from torch's default generator: normal(0, 0.02)."""
+        """Draw the bias tables of all heads from torch's default generator: normal(0, 0.02)."""
+        parallel = self.config.parallel
         for table in (self.position_bias, self.time_bias):
             if table is not None:
-                nn.init.normal_(table, std=0.02)
+                whole = table.new_empty(self.config.num_heads, table.shape[1])
+                nn.init.normal_(whole, std=0.02)
+                table.copy_(whole if parallel is None else parallel.own(whole, 0))
 
     def forward(
         self,
@@ -43,7 +48,7 @@ class HSTUAttention(nn.Module):
         With bias_X, u is handed out before bias and SiLU, which its gate applies (`silu_split`).
 
         Args:
-            uvqk_TX: X = num_heads * 2 * (linear_dim + attention_dim), head-major [u | v | q | k].
+            uvqk_TX: X = own heads * 2 * (linear_dim + attention_dim), head-major [u | v | q | k].
             sequence: offsets, counts and times; its values are not read.
             bias_X: added to uvqk first (`NormLinear.left_bias`).
             gradient_target: takes uvqk's gradient in FP8 (`modules.linear.sink`).
@@ -64,7 +69,7 @@ class HSTUAttention(nn.Module):
             )
         activate = partial(
             silu_split,
-            num_heads=config.num_heads,
+            num_heads=config.num_own_heads,
             attention_dim=config.attention_dim,
             linear_dim=config.linear_dim,
             bias_X=bias_X,
@@ -105,5 +110,8 @@ class HSTUAttention(nn.Module):
         }
 
 
-def _table(num_heads: int, num_buckets: int | None) -> nn.Parameter | None:
-    return None if num_buckets is None else nn.Parameter(torch.zeros(num_heads, num_buckets))
+def _table(config: HSTUConfig, num_buckets: int | None) -> nn.Parameter | None:
+    if num_buckets is None:
+        return None
+    table = nn.Parameter(torch.zeros(config.num_own_heads, num_buckets))
+    return table if config.parallel is None else mark(table, GradientKind.PART, dim=0)

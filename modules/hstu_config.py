@@ -12,6 +12,7 @@ from ops.norm import refuse_unsupported
 
 if TYPE_CHECKING:
     from configs.schema import MixedPrecisionArgs, NetworkArgs
+    from modules.linear.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,13 @@ class HSTUConfig:
     """How the attention is quantised in training; None = not at all."""
     fp8_eval: bool = False
     """Evaluation quantises too."""
+    parallel: "TensorParallel | None" = None
+    """The ranks that heads are split over; None = each has all of them."""
+
+    @property
+    def num_own_heads(self) -> int:
+        """Return the heads that this rank computes."""
+        return self.num_heads // (1 if self.parallel is None else self.parallel.size)
 
     @property
     def uvqk_features(self) -> int:
@@ -68,6 +76,7 @@ class HSTUConfig:
         max_num_users: int | None = None,
         max_seq_len: int | None = None,
         precision: "MixedPrecisionArgs | None" = None,
+        parallel: "TensorParallel | None" = None,
     ) -> "HSTUConfig":
         """Return the layer's config as a gin file's NetworkArgs asks for it.
 
@@ -79,6 +88,7 @@ class HSTUConfig:
             max_num_users, max_seq_len: of the largest batch and its longest user, in tokens; None
                 leaves the index range to the first call that passes it.
             precision: asks for FP8 attention, or not; None = not.
+            parallel: the ranks that heads are split over; norms and gates then run in PyTorch.
 
         Raises:
             ValueError, NotImplementedError: a backend that cannot run here (`choose_backend`).
@@ -105,7 +115,9 @@ class HSTUConfig:
             attention_dim=network.kv_channels,
             linear_dim=network.kv_channels if linear_dim is None else linear_dim,
             attention_backend=attention_backend,
-            elementwise_backend=_elementwise_backend(attention_backend, network),
+            elementwise_backend=(
+                _elementwise_backend(attention_backend, network) if parallel is None else "pytorch"
+            ),
             dropout=network.hidden_dropout,
             norm_epsilon=network.norm_epsilon,
             is_causal=network.is_causal,
@@ -121,6 +133,7 @@ class HSTUConfig:
             deterministic=deterministic,
             attention_fp8=fp8,
             fp8_eval=precision is not None and precision.fp8_eval,
+            parallel=parallel,
         )
 
 

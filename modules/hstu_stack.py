@@ -3,7 +3,7 @@
 from torch import nn
 
 from modules.hstu_config import HSTUConfig
-from modules.hstu_layer import HSTULayer
+from modules.hstu_layer import HSTULayer, ParallelHSTULayer
 from modules.jagged_sequence import JaggedSequence
 
 
@@ -13,7 +13,8 @@ class HSTUStack(nn.Module):
     def __init__(self, config: HSTUConfig, num_layers: int) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(HSTULayer(config) for _ in range(num_layers))
+        layer_class = HSTULayer if config.parallel is None else ParallelHSTULayer
+        self.layers = nn.ModuleList(layer_class(config) for _ in range(num_layers))
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """Return the sequence with its values (T, hidden_size) after the last layer."""
@@ -23,6 +24,13 @@ class HSTUStack(nn.Module):
                 f"NetworkArgs.hidden_size is {self.config.hidden_size}, "
                 f"but the token rows are {width} wide"
             )
+        parallel = self.config.parallel
+        if parallel is not None and parallel.splits_tokens:
+            rows = parallel.scatter_tokens(sequence.values_TD)
+            for layer in self.layers:
+                rows = layer.rows(rows, sequence)
+            num_rows = sequence.num_tokens
+            return sequence.with_values(parallel.gather_tokens(rows, num_rows, is_replicated=True))
         for layer in self.layers:
             sequence = layer(sequence)
         return sequence

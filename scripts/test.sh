@@ -22,7 +22,7 @@ check() {
 
 shell_syntax() {
     local file status=0
-    for file in scripts/*.sh .ci/run; do bash -n "$file" || status=1; done
+    for file in scripts/*.sh scripts/*/*.sh .ci/run; do bash -n "$file" || status=1; done
     return "$status"
 }
 

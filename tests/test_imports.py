@@ -31,7 +31,7 @@ OWNERS = {
     ],
     "fbgemm_gpu": ["ops/jagged/*.py", "training/optimizer.py"],
     "hstu": ["ops/hstu_attention/fbgemm_impl.py"],
-    "megatron": ["modules/linear/parallel.py", "training/distributed.py", "training/sharding.py"],
+    "megatron": ["modules/linear/parallel.py", "training/grid.py"],
     "transformer_engine": ["modules/linear/te.py", "training/precision.py"],
 }
 # What is imported before torch: the settings and everything checked while a user waits.

@@ -147,6 +147,46 @@ def test_a_rank_that_never_comes_ends_the_job_after_the_time_set(tmp_path: Path)
     assert "rank      : 0" in result.stderr
 
 
+KILLED_RANK_ONE = RAISE_ON_RANK_ONE.replace(
+    'raise OSError("the disk of rank one went away")',
+    "import signal; os.kill(os.getpid(), signal.SIGKILL)",
+)
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_RANK_ONE)
+    assert "SIGKILL" in KILLED_RANK_ONE, "the line to replace has changed"
+    values = SMALL | {"TrainerArgs.output_dir": str(tmp_path / "run")}
+    result = start("benchmark_ranking.gin", values, processes=2, script=str(script))
+    assert result.returncode != 0
+    assert result.seconds < 60
+    assert result.processes_left == 0
+    cause = result.stderr[result.stderr.index("Root Cause") :]
+    assert "rank      : 1" in cause and "Signal 9 (SIGKILL)" in cause
+
+
+def test_fp8_on_two_processes_runs_to_the_end(tmp_path: Path) -> None:
+    """The file of the FP8 recipe as a user without a GPU starts it, with balanced batches."""
+    data, folder = write_movielens(tmp_path / "movielens"), tmp_path / "run"
+    values = movielens_values(data, folder) | {
+        "TrainerArgs.max_train_iters": 6,
+        "TrainerArgs.train_batch_size": 8,
+        "TrainerArgs.enable_balanced_shuffler": True,
+        "TrainerArgs.table_comms_forward": "bf16",
+        "MixedPrecisionArgs.linear_backend": "emulated",
+        "NetworkArgs.dtype_str": "float32",
+    }
+    result = start("movielens_ranking_fp8.gin", values, processes=2)
+    assert result.returncode == 0, result.stderr
+    assert result.processes_left == 0
+    records = metric_records(folder)
+    assert [r["step"] for r in records if r["split"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert records[-1]["split"] == "test" and 0 < records[-1]["auc"] < 1
+    assert "FP8      delayed  emulated" in result.stderr
+    assert "rows of tables travel as bf16, their gradients as fp32" in result.stderr
+
+
 def test_a_refusal_of_one_rank_is_told_with_its_rank(tmp_path: Path) -> None:
     script = tmp_path / "refusing.py"
     script.write_text(
@@ -201,10 +241,6 @@ REFUSALS = {
         ],
     ),
     "prefetch": ({"TrainerArgs.pipeline_type": "prefetch"}, ["prefetch", "native"]),
-    "shuffler": (
-        {"TrainerArgs.enable_balanced_shuffler": True},
-        ["TrainerArgs.enable_balanced_shuffler", "False"],
-    ),
     "tensor parallel": (
         {"TensorModelParallelArgs.tensor_model_parallel_size": 2},
         ["TensorModelParallelArgs.tensor_model_parallel_size"],

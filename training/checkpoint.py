@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed import DistributedModelParallel
 
-from training.checkpoint_tensors import cause_of, fp8_tensors, load_with_fp8
+from training.checkpoint_tensors import as_whole, cause_of, fp8_tensors, load_with_fp8
 from training.distributed import World
 from training.optimizer import RunOptimizer
 
@@ -170,7 +170,7 @@ class Checkpointer:
         }
         try:
             self._on_main(lambda: _prepare(folder, aside), final)
-            tensors = self._tensors() | fp8_tensors(self._model)
+            tensors = as_whole(self._model, self._tensors()) | fp8_tensors(self._model)
             self._agreed(lambda: dcp.save(tensors, checkpoint_id=str(aside)), final)
             self._on_main(lambda: self._publish(aside, final, state), final)
         except CheckpointError:

@@ -6,16 +6,21 @@ of FP8 linears lie beside them, under names of their own, and are asked for only
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from model.trunk import Trunk
 from modules.linear.engine import LinearEngine
+from modules.linear.parallel import split_dim_of
 from modules.linear.state import fp8_state_dict, load_fp8_state_dict
+from training.sharding import drop_cached_rows
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +33,41 @@ def fp8_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     return {_FP8: state} if state else {}
 
 
+def as_whole(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors with this rank's parts of parameters named as parts: a checkpoint then holds
+    whole ones, for any number of ranks that share a model. They are filled in place.
+
+    Args:
+        model: a DistributedModelParallel.
+        tensors: "model" by name, "dense_optimizer" by name in the trunk and entry.
+    """
+    trunk = cast(Any, model).module.trunk
+    assert isinstance(trunk, Trunk)
+    parallel = trunk.stack.config.parallel
+    if parallel is None:
+        return tensors
+    device = next(trunk.parameters()).device
+    mesh = DeviceMesh.from_group(parallel.group, device.type)
+    whole = dict(tensors)
+    for name, parameter in trunk.named_parameters():
+        dim = split_dim_of(parameter)
+        if dim is None:
+            continue
+        key = f"trunk.{name}"
+        whole["model"] = whole["model"] | {
+            key: DTensor.from_local(whole["model"][key], mesh, [Shard(dim)])
+        }
+        if "dense_optimizer" in whole:
+            entries = {
+                entry: DTensor.from_local(value, mesh, [Shard(dim)])
+                if value.shape == parameter.shape
+                else value
+                for entry, value in whole["dense_optimizer"].get(name, {}).items()
+            }
+            whole["dense_optimizer"] = whole["dense_optimizer"] | {name: entries}
+    return whole
+
+
 def load_with_fp8(model: nn.Module, tensors: dict[str, Any], checkpoint: Path) -> None:
     """Fills ``tensors``, and sets the model's FP8 state to the checkpoint's; collective.
 
@@ -38,12 +78,14 @@ def load_with_fp8(model: nn.Module, tensors: dict[str, Any], checkpoint: Path) -
     """
     try:
         state = _fp8_of(checkpoint)
-        dcp.load(tensors | ({_FP8: state} if state else {}), checkpoint_id=str(checkpoint))
+        whole = as_whole(model, tensors)
+        dcp.load(whole | ({_FP8: state} if state else {}), checkpoint_id=str(checkpoint))
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
         raise RuntimeError(
             f"{checkpoint} cannot be loaded ({cause_of(error)}); its files are damaged or belong "
             "to another model; name another checkpoint"
         ) from error
+    drop_cached_rows(model)
     load_fp8_state_dict(model, state)
     _tell(model, state, checkpoint)
 

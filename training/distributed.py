@@ -102,40 +102,6 @@ def _launcher_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in _LAUNCHER_VARIABLES}
 
 
-class SummedGradients:
-    """Gradients summed over all ranks in one flat all-reduce, kept aside until they are wanted.
-
-    Sums, not means: the loss is already divided by the label count of all ranks. The tensors
-    themselves keep this rank's own gradients until ``write_back``, so that a bad step can still
-    be traced to its rank.
-
-    Args:
-        own: this rank's gradients, all of one dtype, in the same order on every rank.
-    """
-
-    def __init__(self, own: list[Tensor]) -> None:
-        self._own = own
-        self._parts: list[Tensor] | None = None
-        if own and dist.get_world_size() > 1:
-            flat = torch.cat([gradient.reshape(-1) for gradient in own])
-            dist.all_reduce(flat)
-            sizes = [gradient.numel() for gradient in own]
-            self._parts = [
-                part.view_as(gradient)
-                for part, gradient in zip(flat.split(sizes), own, strict=True)
-            ]
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """The sums, in the order given."""
-        return self._own if self._parts is None else self._parts
-
-    def write_back(self) -> None:
-        """Overwrites this rank's gradients with the sums."""
-        if self._parts is not None:
-            torch._foreach_copy_(self._own, self._parts)
-
-
 def sum_over_ranks_(tensor: Tensor) -> Tensor:
     """The tensor itself, summed in place over all ranks; a single process launches nothing."""
     if dist.get_world_size() > 1:

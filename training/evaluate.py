@@ -19,7 +19,6 @@ from model.trunk import SequenceModel
 from modules.metrics import RankingMetrics
 from training.distributed import World
 from training.evaluate_retrieval import RetrievalEvaluator
-from training.sharding import world_group
 
 
 class Evaluator(Protocol):
@@ -38,17 +37,23 @@ class Evaluator(Protocol):
 
 
 def build_evaluator(
-    experiment: ExperimentArgs, model: nn.Module, datasets: Datasets, *, world: World
+    experiment: ExperimentArgs,
+    model: nn.Module,
+    datasets: Datasets,
+    *,
+    world: World,
+    group: dist.ProcessGroup | None,
 ) -> Evaluator:
     """The evaluator of the experiment's task.
 
     Args:
         model: the model, its tables already sharded (a DistributedModelParallel).
         datasets: what the model was built for; splits come with each call.
+        group: ranks that have other users each; None in a run of one process.
     """
     evaluator: Evaluator
     if experiment.retrieval is None:
-        evaluator = RankingEvaluator(cast(SequenceModel, model.module), world=world)
+        evaluator = RankingEvaluator(cast(SequenceModel, model.module), world=world, group=group)
     else:
         evaluator = RetrievalEvaluator(
             model,
@@ -65,9 +70,12 @@ def build_evaluator(
 class RankingEvaluator:
     """Loss and ranking metrics: what the head says about each held-out event."""
 
-    def __init__(self, model: SequenceModel, *, world: World) -> None:
+    def __init__(
+        self, model: SequenceModel, *, world: World, group: dist.ProcessGroup | None
+    ) -> None:
         self._model = model
         self._world = world
+        self._group = group
 
     def __call__(self, loader: SequenceLoader, max_batches: int | None = None) -> dict[str, float]:
         """See ``Evaluator``."""
@@ -76,7 +84,7 @@ class RankingEvaluator:
         metrics = RankingMetrics(
             num_scores=objective.num_scores,
             num_classes=objective.num_outputs if objective.kind == "classes" else None,
-            group=world_group(),
+            group=self._group,
         )
         totals = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         for batch in itertools.islice(loader.epoch(0), max_batches):
@@ -92,7 +100,7 @@ class RankingEvaluator:
                 if objective.kind == "classes"
                 else None,
             )
-        dist.all_reduce(totals)
+        dist.all_reduce(totals, group=self._group)
         loss_sum, num_labels = totals.tolist()
         return {"loss": loss_sum / num_labels if num_labels else math.nan} | metrics.compute()
 

@@ -124,6 +124,8 @@ class RetrievalEvaluator:
             if name.startswith("tables.") and name.endswith(f".{table.module_name}.weight")
         )
         shards = sharded.local_shards()
+        if not shards:  # a table-wise table lies on one rank
+            return torch.empty(0, table.dim, device=self._world.device), 0
         (shard,) = shards
         first_id, first_column = shard.metadata.shard_offsets
         assert first_column == 0 and shard.tensor.shape[1] == table.dim, "rows must be whole"

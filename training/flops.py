@@ -90,7 +90,7 @@ class StepFlops:
             for precision, count in ((linear.forward, 2), (linear.weight_gradient, 1)):
                 flops[precision] = flops.get(precision, 0.0) + count * product
         config = self.config
-        width = config.num_heads * (config.attention_dim + config.linear_dim)
+        width = config.num_own_heads * (config.attention_dim + config.linear_dim)
         pairs = num_visible_pairs(*self._token_counts(batch), config)
         attention = 6.0 * width * pairs * self.num_layers
         precision = self.attention_precision

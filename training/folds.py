@@ -42,6 +42,7 @@ def fold_loader(
         num_workers=getattr(dataset, "num_workers", 0),
         pin_memory=world.device.type == "cuda",
         num_negatives=_random_negatives(experiment, is_train=is_train),
+        is_balanced=trainer.enable_balanced_shuffler,
     )
 
 

@@ -56,7 +56,7 @@ def resolve_table_optimizer(args: OptimizerArgs, device_type: str) -> str:
 def fuse_table_optimizer(tables: ShardedTables, args: OptimizerArgs, *, device_type: str) -> None:
     """Marks the tables, before they are sharded, to update their rows inside backward."""
     name = resolve_table_optimizer(args, device_type)
-    if len(tables.collections):
+    if len(tables.collections) or len(tables.dynamic):
         logger.info("sharded tables run %s inside backward", name)
     settings: dict[str, Any] = {"lr": _table_learning_rate(args)}
     if name != "sgd":
@@ -137,9 +137,10 @@ class RunOptimizer:
 def _table_kernels(tables: Any) -> list[Any]:
     """FBGEMM's modules behind the tables; each has a step counter, which Adam's bias correction
     reads. TorchRec keeps them out of the module tree."""
+    collections = [*tables.collections, *(d._embedding_module for d in tables.dynamic)]
     return [
         module
-        for collection in tables.collections
+        for collection in collections
         for lookup in collection._lookups
         for module in lookup.modules()
         if hasattr(module, "iter_cpu")

@@ -7,11 +7,13 @@ was fetched is exactly what was trained on.
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
+from torchrec.distributed.train_pipeline.runtime_forwards import PrefetchPipelinedForward
 
 from data.batch import SequenceBatch
 from training.optimizer import RunOptimizer
@@ -70,8 +72,9 @@ class SparseDistPipeline(TrainPipelineSparseDist[SequenceBatch, StepResult]):
         model: DistributedModelParallel,
         optimizer: RunOptimizer,
         device: torch.device,
+        **options: Any,
     ) -> None:
-        super().__init__(model, optimizer.dense, device, execute_all_batches=True)
+        super().__init__(model, optimizer.dense, device, execute_all_batches=True, **options)
         self._step = step
 
     def progress(self, batches: Iterator[SequenceBatch]) -> StepResult:
@@ -91,10 +94,77 @@ class SparseDistPipeline(TrainPipelineSparseDist[SequenceBatch, StepResult]):
             self.enqueue_batch(batches)
             if has_next:
                 self.wait_sparse_data_dist(self.contexts[1])
+                self._prefetch(self.contexts[1])
 
         result = self._step(self.batches[0], meanwhile=prepare)
         self.dequeue_batch()
         return result
+
+    def _prefetch(self, context: Any) -> None:
+        """What is done ahead of a batch whose ids have been exchanged: nothing here."""
+
+
+class PrefetchPipeline(SparseDistPipeline):
+    """``pipeline_type = "prefetch"``: the rows of batch i+1 enter the caches during step i, too.
+
+    TorchRec has a pipeline of that name, which loads them between forward and backward; here that
+    is after phase 1. Its parts are used, not the pipeline: its bookkeeping is another one in each
+    version. FBGEMM makes the update of step i find rows that moved into the cache meanwhile.
+    """
+
+    _pipelined_forward_type = PrefetchPipelinedForward
+
+    def __init__(
+        self,
+        step: StepFunction,
+        *,
+        model: DistributedModelParallel,
+        optimizer: RunOptimizer,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            step,
+            model=model,
+            optimizer=optimizer,
+            device=device,
+            context_type=PrefetchTrainPipelineContext,
+        )
+        self._prefetch_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._table_kernels = optimizer.table_kernels
+
+    def fill_pipeline(self, dataloader_iter: Iterator[SequenceBatch]) -> None:
+        """Fetches two batches where there are none, and the rows of the first."""
+        is_empty = not self.batches
+        for kernel in self._table_kernels if is_empty else ():
+            # A lookup locks its cache lines until its update, and evaluation had none.
+            if hasattr(kernel, "lxu_cache_locking_counter"):
+                kernel.lxu_cache_locking_counter.zero_()
+        super().fill_pipeline(dataloader_iter)
+        if is_empty and self.batches:
+            self._prefetch(self.contexts[0])
+
+    def _wait_for_batch(self) -> None:
+        super()._wait_for_batch()
+        if self._prefetch_stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._prefetch_stream)
+
+    def _prefetch(self, context: Any) -> None:
+        """Loads the rows of a batch into the caches; they stay there until its update."""
+        compute = None if self._prefetch_stream is None else torch.cuda.current_stream(self._device)
+        for module in self._pipelined_modules:
+            name = module.forward._name
+            with torch.cuda.stream(self._data_dist_stream):
+                ids = context.input_dist_tensors_requests.pop(name).wait()
+            module_context = context.module_contexts.pop(name)
+            with torch.cuda.stream(self._prefetch_stream):
+                if self._prefetch_stream is not None:
+                    self._prefetch_stream.wait_stream(self._data_dist_stream)
+                    for used in (ids, module_context):
+                        used.record_stream(self._prefetch_stream)
+                        used.record_stream(compute)
+                module.prefetch(ctx=module_context, dist_input=ids, forward_stream=compute)
+            context.module_input_post_prefetch[name] = ids
+            context.module_contexts_post_prefetch[name] = module_context
 
 
 def build_pipeline(
@@ -105,14 +175,18 @@ def build_pipeline(
     optimizer: RunOptimizer,
     device: torch.device,
 ) -> Pipeline:
-    """The pipeline that ``TrainerArgs.pipeline_type`` names ("none" or "native").
+    """The pipeline that ``TrainerArgs.pipeline_type`` names.
 
     Without sharded tables there is no input distribution to overlap, and TorchRec's pipeline has
-    nothing to hold on to: "native" then runs the steps one after the other, and says so.
+    nothing to hold on to: steps then run one after the other, which is said.
     """
-    has_sharded_tables = len(model.module.tables.collections) > 0
-    if pipeline_type == "native" and not has_sharded_tables:
-        logger.info("TrainerArgs.pipeline_type = 'native' overlaps nothing without sharded tables")
+    tables = model.module.tables
+    has_sharded_tables = len(tables.collections) + len(tables.dynamic) > 0
+    if pipeline_type != "none" and not has_sharded_tables:
+        logger.info(
+            "TrainerArgs.pipeline_type = %r overlaps nothing without sharded tables", pipeline_type
+        )
     if pipeline_type == "none" or not has_sharded_tables:
         return SequentialPipeline(step, device=device)
-    return SparseDistPipeline(step, model=model, optimizer=optimizer, device=device)
+    ahead = PrefetchPipeline if pipeline_type == "prefetch" else SparseDistPipeline
+    return ahead(step, model=model, optimizer=optimizer, device=device)

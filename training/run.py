@@ -70,7 +70,11 @@ def _without_start(experiment: ExperimentArgs) -> ExperimentArgs:
     """The experiment without what it would have started from, and what only training needs:
     evaluation names its weights, and runs in FP8 only with ``fp8_eval``."""
     trainer = dataclasses.replace(
-        experiment.trainer, resume=None, ckpt_load_dir=None, early_stopping_metric=None
+        experiment.trainer,
+        resume=None,
+        ckpt_load_dir=None,
+        early_stopping_metric=None,
+        pipeline_type="native",
     )
     precision = experiment.precision
     if not precision.fp8_eval:

@@ -6,8 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+import torch.distributed as dist
+
 from configs.loader import ConfigError, load_experiment
-from configs.schema import BenchmarkDatasetArgs, ExperimentArgs
+from configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, ExperimentArgs
 from training.checkpoint import CONFIG_NAME, read_state
 
 # Settings that leave the function a model computes in evaluation as it is.
@@ -33,6 +35,19 @@ def check_same_model(checkpoint: Path, experiment: ExperimentArgs) -> None:
         ValueError: naming the field, both values and the way out; or ``checkpoint`` is none.
     """
     _compare(checkpoint, experiment, _model_settings, "makes another model of the same weights")
+    _check_same_ranks(checkpoint, experiment)
+
+
+def _check_same_ranks(checkpoint: Path, experiment: ExperimentArgs) -> None:
+    """Ids of a dynamic table are dealt out over the ranks, each with rows of its own."""
+    tables = experiment.dataset.embedding_args or ()
+    dynamic = [t.table_name for t in tables if isinstance(t, DynamicEmbeddingArgs)]
+    saved, here = read_state(checkpoint)["world_size"], dist.get_world_size()
+    if dynamic and saved != here:
+        raise ValueError(
+            f"{checkpoint} must be loaded by {saved} processes, as it was saved, because of "
+            f"DynamicEmbeddingArgs {', '.join(dynamic)}, got {here}; start {saved} processes"
+        )
 
 
 def check_same_objective(checkpoint: Path, experiment: ExperimentArgs) -> None:

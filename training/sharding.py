@@ -2,30 +2,46 @@
 
 import hashlib
 import logging
+import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
 from torchrec.distributed.sharding.dp_sharding import DpSparseFeaturesDist
 from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import (
+    CacheParams,
+    CommOp,
+    ModuleSharder,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingPlan,
+)
 
-from modules.embedding import TableSpec
+from configs.schema import TrainerArgs
+from modules.embedding import IdRows, TableSpec
 from training.distributed import World
 
 logger = logging.getLogger(__name__)
 
 _ROWS_PER_DRAW = 65_536
+_COLUMN_UNIT = 4  # FBGEMM reads rows in vectors of this many numbers
+_FEWEST_COLUMNS = 32  # a narrower part of a row costs as much to look up
+_KERNELS = {"device": "fused", "host": "fused_uvm", "host_cached": "fused_uvm_caching"}
 
 
 class _OneRankSharding(RwSequenceEmbeddingSharding):
@@ -89,9 +105,9 @@ def shard_tables(
     specs: Sequence[TableSpec],
     *,
     world: World,
-    batch_size: int,
+    trainer: TrainerArgs,
 ) -> DistributedModelParallel:
-    """Shards the model's EmbeddingCollections row-wise and leaves the rest as it is.
+    """Shards the model's EmbeddingCollections as their specs say and leaves the rest as it is.
 
     Gradients of the rows are summed over ranks, never averaged: the loss is normalised globally.
 
@@ -99,40 +115,22 @@ def shard_tables(
         ValueError: a table has too few rows to be spread over the ranks.
         RuntimeError: the tables do not fit the memory of the ranks.
     """
-    for spec in specs:
-        _check_rows(spec, world.world_size)
+    specs = [spec for spec in specs if spec.is_sharded]
     set_gradient_division(False)
-    sharders = [EmbeddingCollectionSharder() if world.world_size > 1 else _OneRankSharder()]
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=world.world_size,
-            local_world_size=world.local_world_size,
-            compute_device=world.device.type,
+    sharder_class = EmbeddingCollectionSharder if world.world_size > 1 else _OneRankSharder
+    codecs = _codecs(specs, trainer, world=world)
+    sharders: list[ModuleSharder] = [
+        sharder_class(qcomm_codecs_registry=codecs),
+        ManagedCollisionEmbeddingCollectionSharder(
+            EmbeddingCollectionSharder(qcomm_codecs_registry=codecs)
         ),
-        batch_size=batch_size,
-        constraints={
-            spec.module_name: ParameterConstraints(
-                sharding_types=["row_wise"], compute_kernels=["fused"]
-            )
-            for spec in specs
-            if spec.is_sharded
-        },
-    )
-    # The plan is a pure function of equal inputs, so each rank makes its own: a planner error
-    # then reaches every rank, where a broadcast would leave the others waiting.
+    ]
+    for id_rows in (module for module in model.modules() if isinstance(module, IdRows)):
+        id_rows.set_num_ranks(world.world_size)
+    plan = _plan(model, specs, sharders, world=world, trainer=trainer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            plan = planner.plan(model, sharders)
-        except PlannerError as error:
-            largest = max((s for s in specs if s.is_sharded), key=lambda s: s.num_rows * s.dim)
-            raise RuntimeError(
-                f"the tables do not fit the memory of {world.world_size} ranks; the largest is "
-                f"{largest.name!r} with {largest.num_rows} rows of {largest.dim} numbers (as many "
-                "rows as the highest id asks for). Start more processes, or set "
-                f"NetworkArgs.item_embedding_dim ({str(error).splitlines()[0]})"
-            ) from None
-        return DistributedModelParallel(
+        sharded = DistributedModelParallel(
             model,
             device=world.device,
             plan=plan,
@@ -140,17 +138,148 @@ def shard_tables(
             init_data_parallel=False,
             init_parameters=False,
         )
+    for collection in sharded.module.tables.dynamic:
+        for kernel, _ in collection._table_to_tbe_and_index.values():
+            kernel.reset_embedding_weight_momentum = partial(_forget_rows, kernel)
+    return sharded
 
 
-def _check_rows(spec: TableSpec, world_size: int) -> None:
-    """TorchRec gives every rank ceil(rows / ranks) rows; its kernels cannot do without any."""
-    rows_per_rank = -(-spec.num_rows // world_size)
-    if spec.is_sharded and rows_per_rank * (world_size - 1) >= spec.num_rows:
+def _plan(
+    model: nn.Module,
+    specs: Sequence[TableSpec],
+    sharders: list[ModuleSharder],
+    *,
+    world: World,
+    trainer: TrainerArgs,
+) -> ShardingPlan:
+    """Which rank gets what of each table.
+
+    A pure function of equal inputs, so each rank makes its own: a planner error then reaches every
+    rank, where a broadcast would leave the others waiting.
+    """
+    prefetches = trainer.pipeline_type == "prefetch"
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=world.world_size,
+            local_world_size=world.local_world_size,
+            compute_device=world.device.type,
+        ),
+        batch_size=trainer.train_batch_size,
+        constraints={
+            spec.module_name: _constraints(spec, world=world, prefetches=prefetches)
+            for spec in specs
+        },
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return planner.plan(model, sharders)
+        except PlannerError as error:
+            largest = max(specs, key=lambda s: s.num_rows * s.dim)
+            raise RuntimeError(
+                f"the tables do not fit the memory of {world.world_size} ranks; the largest is "
+                f"{largest.name!r} with {largest.num_rows} rows of {largest.dim} numbers (as many "
+                "rows as the highest id asks for). Start more processes, or set "
+                f"NetworkArgs.item_embedding_dim ({str(error).splitlines()[0]})"
+            ) from None
+
+
+def _forget_rows(kernel: Any, *, pruned_indices: Tensor, **_where: Tensor) -> None:
+    """Zeroes what the optimizer keeps for rows that got another id; TorchRec then draws the rows.
+
+    In place of FBGEMM's own kernel, which exists for GPUs and row-wise Adagrad only: with another
+    optimizer it leaves the state of the id before. The kernel serves one table.
+    """
+    (states,) = kernel.split_optimizer_states()
+    for state in states:
+        state[pruned_indices] = 0
+
+
+def _constraints(spec: TableSpec, *, world: World, prefetches: bool) -> ParameterConstraints:
+    """What the planner may choose from for a table: one way, but for shard_by = "planner"."""
+    kinds = [spec.shard_by]
+    if world.world_size == 1:
+        kinds = ["row_wise"]  # nothing is split, and _OneRankCollection exchanges nothing
+    elif spec.shard_by == "planner":
+        kinds = ["row_wise", "table_wise", "column_wise"]
+        if not _has_row_for_each(spec, world.world_size):
+            kinds.remove("row_wise")
+    elif spec.shard_by == "row_wise" and not _has_row_for_each(spec, world.world_size):
+        rows_per_rank = -(-spec.num_rows // world.world_size)
         raise ValueError(
             f"EmbeddingArgs.item_vocab_size_or_capacity of table {spec.name!r} must give each of "
-            f"{world_size} ranks a row, got {spec.num_rows} ({rows_per_rank} a rank); set "
+            f"{world.world_size} ranks a row, got {spec.num_rows} ({rows_per_rank} a rank); set "
             "EmbeddingArgs.sharding_type = 'data_parallel' for it, or start fewer processes"
         )
+    cache = None
+    # A dynamic table's sizes are about GPU memory; a CPU has one kind. Others were refused.
+    kernel = "fused" if world.device.type == "cpu" else _KERNELS[spec.placement]
+    if spec.placement == "host_cached":
+        cache = CacheParams(load_factor=spec.cache_ratio, prefetch_pipeline=prefetches)
+    return ParameterConstraints(
+        sharding_types=kinds,
+        compute_kernels=[kernel],
+        min_partition=_columns_per_rank(spec.dim, world.world_size),
+        cache_params=cache,
+    )
+
+
+def _has_row_for_each(spec: TableSpec, world_size: int) -> bool:
+    """TorchRec gives every rank ceil(rows / ranks) rows; its kernels cannot do without any."""
+    rows_per_rank = -(-spec.num_rows // world_size)
+    return rows_per_rank * (world_size - 1) < spec.num_rows
+
+
+def _columns_per_rank(dim: int, world_size: int) -> int:
+    """Width of the parts of a column-wise table: a rank's share, unless that is too narrow."""
+    fewest = min(_FEWEST_COLUMNS, dim // 2)
+    share = max(-(-dim // world_size), fewest)
+    return -(-share // _COLUMN_UNIT) * _COLUMN_UNIT
+
+
+def _codecs(
+    specs: Sequence[TableSpec], trainer: TrainerArgs, *, world: World
+) -> dict[str, QuantizedCommCodecs] | None:
+    """What rows and their gradients are cast to on their way between ranks.
+
+    FP8 has a scale for each row, or part of one: as wide as fits every table.
+    """
+    kinds = (trainer.table_comms_forward, trainer.table_comms_backward)
+    if kinds == ("fp32", "fp32"):
+        return None
+    if world.world_size == 1 or not specs:
+        logger.warning("TrainerArgs.table_comms_* have no effect: no rows travel between ranks")
+        return None
+    widths = [spec.dim for spec in specs]
+    widths += [
+        min(width, spec.dim - begin)
+        for spec in specs
+        if spec.shard_by in ("column_wise", "planner")
+        for width in (_columns_per_rank(spec.dim, world.world_size),)
+        for begin in range(0, spec.dim, width)
+    ]
+    width = math.gcd(*widths) if "fp8" in kinds else None
+    config = QCommsConfig(
+        forward_precision=CommType(kinds[0]),
+        backward_precision=CommType(kinds[1]),
+        fp8_quantize_dim=width,
+        fp8_quantize_dim_bwd=width,
+    )
+    if world.is_main:
+        logger.info("rows of tables travel as %s, their gradients as %s", *kinds)
+    # Collections send nothing else; and TorchRec's own registry turns bf16 into fp16 on gloo.
+    return {CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name: get_qcomm_codecs(config)}
+
+
+def drop_cached_rows(model: nn.Module) -> None:
+    """Makes caches of tables in host memory read their rows anew, after those were overwritten.
+
+    A cache that is left as it is goes on answering with the rows of before, and writes them back.
+    """
+    tables = cast(Any, model).module.tables
+    for collection in (*tables.collections, *(one._embedding_module for one in tables.dynamic)):
+        for lookup in collection._lookups:
+            lookup.purge()
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
@@ -184,7 +313,7 @@ def initialize_tables(model: DistributedModelParallel, *, seed: int, std: float)
     hold its own rows and the table is the same for any sharding.
     """
     for name, weight in model.state_dict().items():
-        if not hasattr(weight, "local_shards"):
+        if not (hasattr(weight, "local_shards") and name.endswith(".weight")):
             continue
         for shard in weight.local_shards():
             _fill(shard.tensor, name, size=tuple(weight.size()),
@@ -210,8 +339,3 @@ def _fill(
         rows[low - first_row : high - first_row] = (
             std * draw[low - begin : high - begin, first_column:end_column]
         )
-
-
-def world_group() -> dist.ProcessGroup | None:
-    """The group that spans the run, or None in a single process."""
-    return None if dist.get_world_size() == 1 else dist.GroupMember.WORLD

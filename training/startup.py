@@ -45,11 +45,10 @@ def check_built(experiment: ExperimentArgs) -> None:
     Raises:
         NotImplementedError: naming the binding and the one that would run.
     """
-    trainer, dataset = experiment.trainer, experiment.dataset
-    precision, parallel = experiment.precision, experiment.parallel
-    tables = dataset.embedding_args or ()
+    precision = experiment.precision
+    tables = experiment.dataset.embedding_args or ()
     kernel_backend = experiment.network.kernel_backend
-    dynamic = [table.table_name for table in tables if isinstance(table, DynamicEmbeddingArgs)]
+    cached = [t.table_name for t in tables if isinstance(t, DynamicEmbeddingArgs) and t.caching]
     refusals = {
         f"MixedPrecisionArgs.hstu_attn_quantization_mode = "
         f"{precision.hstu_attn_quantization_mode!r} with NetworkArgs.kernel_backend = "
@@ -57,21 +56,35 @@ def check_built(experiment: ExperimentArgs) -> None:
             precision.has_fp8_attention and kernel_backend in ("triton", "cutlass"),
             "'bf16', or NetworkArgs.kernel_backend = 'pytorch' (emulated, slower than BF16)",
         ),
-        f"TensorModelParallelArgs.tensor_model_parallel_size = "
-        f"{parallel.tensor_model_parallel_size}": (parallel.tensor_model_parallel_size > 1, "1"),
-        "TrainerArgs.enable_balanced_shuffler = True": (trainer.enable_balanced_shuffler, "False"),
-        "TrainerArgs.pipeline_type = 'prefetch'": (
-            trainer.pipeline_type == "prefetch",
-            "'native'",
-        ),
-        f"DynamicEmbeddingArgs for table {', '.join(dynamic)}": (
-            bool(dynamic),
-            "EmbeddingArgs with the same feature_names, table_name and item_vocab_size_or_capacity",
+        **_not_built_in_parallel(experiment),
+        f"DynamicEmbeddingArgs.caching = True for table {', '.join(cached)}": (
+            bool(cached),
+            "False",
         ),
     }
     for binding, (is_asked, runs) in refusals.items():
         if is_asked:
             raise NotImplementedError(f"{binding} is not built yet; what runs: {runs}")
+
+
+def _not_built_in_parallel(experiment: ExperimentArgs) -> dict[str, tuple[bool, str]]:
+    """What models that are split over ranks do not have, by binding."""
+    size, precision = experiment.parallel.tensor_model_parallel_size, experiment.precision
+    if size == 1:
+        return {}
+    asked = f"TensorModelParallelArgs.tensor_model_parallel_size = {size} with "
+    is_fp8 = precision.has_fp8_linears
+    pair = (precision.linear_backend, precision.linear_recipe)
+    return {
+        f"{asked}RetrievalArgs": (experiment.retrieval is not None, "1"),
+        f"{asked}MixedPrecisionArgs.hstu_attn_quantization_mode = "
+        f"{precision.hstu_attn_quantization_mode!r}": (precision.has_fp8_attention, "'bf16'"),
+        # A maximum that is recorded is one over ranks; one of the present tensor is this rank's.
+        f"{asked}MixedPrecisionArgs.linear_backend = {pair[0]!r}, linear_recipe = {pair[1]!r}": (
+            is_fp8 and (pair[0] == "te" or pair[1] != "delayed"),
+            "linear_backend = 'native' or 'emulated' with linear_recipe = 'delayed'",
+        ),
+    }
 
 
 def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
@@ -95,7 +108,8 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
     )
     if refusal is not None:
         raise refusal
-    resolve_table_optimizer(experiment.optimizer, device_type)
+    table_optimizer = resolve_table_optimizer(experiment.optimizer, device_type)
+    _check_exchange(experiment, device_type=device_type, table_optimizer=table_optimizer)
     if experiment.network.dtype_str == "bfloat16" and device_type == "cpu":
         logger.warning(
             "NetworkArgs.dtype_str = 'bfloat16' is many times slower than 'float32' on most CPUs"
@@ -105,6 +119,32 @@ def check_machine(experiment: ExperimentArgs, *, device_type: str) -> None:
             "NetworkArgs.dtype_str = 'float16' cannot train: FP16 gradients need loss scaling, "
             "which is not built yet; what runs: 'bfloat16' or 'float32'"
         )
+
+
+def _check_exchange(experiment: ExperimentArgs, *, device_type: str, table_optimizer: str) -> None:
+    trainer = experiment.trainer
+    tables = experiment.dataset.embedding_args or ()
+    gpu_only = {
+        f"EmbeddingArgs.placement = {table.placement!r} of table {table.table_name!r}": "'device'"
+        for table in tables
+        if table.placement != "device" and table.sharding_type != "data_parallel"
+    }
+    for field in ("table_comms_forward", "table_comms_backward"):
+        if getattr(trainer, field) == "fp8":
+            gpu_only[f"TrainerArgs.{field} = 'fp8'"] = "'bf16'"
+    if trainer.pipeline_type == "prefetch":
+        gpu_only["TrainerArgs.pipeline_type = 'prefetch'"] = "'native'"
+    if device_type == "cpu":
+        for binding, runs in gpu_only.items():
+            raise NotImplementedError(f"{binding} needs a GPU; what runs on the CPU: {runs}")
+    for table in tables:
+        if table.shard_by in ("column_wise", "planner") and table_optimizer == "rowwise_adagrad":
+            logger.warning(
+                "table %s: rowwise_adagrad keeps a state for each part of a row, so with "
+                "EmbeddingArgs.shard_by = %r results depend on the number of processes",
+                table.table_name,
+                table.shard_by,
+            )
 
 
 def check_checkpoints(experiment: ExperimentArgs, *, evaluate: str | None) -> None:

@@ -32,9 +32,11 @@ from torch.profiler import record_function
 from data.batch import BatchPart, SequenceBatch
 from model.trunk import SequenceModel
 from modules.embedding import lookup_results
+from modules.linear.parallel import GradientKind, kind_of
 from modules.linear.watch import OperandFigures
-from training.distributed import SummedGradients, gather_rows, sum_over_ranks_
+from training.distributed import gather_rows, sum_over_ranks_
 from training.fp8_step import Fp8Step
+from training.grid import Grid, SummedGradients
 from training.nonfinite import NonFiniteError, SkipBudget
 from training.optimizer import RunOptimizer
 from training.trace import WAIT_NAME
@@ -83,6 +85,8 @@ class TrainStep:
         budget: steps that may be skipped; None = the first one that is not finite ends the run.
         fp8_watch_interval: steps between looks at the operands of FP8 linears, None = never.
         ideal_seconds: of this rank's share of a batch, at the device's peak; None = not counted.
+        grid: how ranks share a model; None = each has its own. The ranks of a group get the same
+            batch, and each counts for 1 / size of it.
 
     After a step that was watched, ``fp8_operands`` says what the cast did to them over all ranks.
     """
@@ -98,12 +102,16 @@ class TrainStep:
         budget: SkipBudget | None = None,
         fp8_watch_interval: int | None = None,
         ideal_seconds: Callable[[SequenceBatch], float] | None = None,
+        grid: Grid | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._clip_grad = clip_grad
         self._num_parts = num_parts
         self._dense: dict[str, nn.Parameter] = dict(self._model.trunk.named_parameters())
+        self._kinds = [kind_of(parameter) for parameter in self._dense.values()]
+        self._grid = grid
+        self._num_copies = 1 if grid is None else grid.tensor_size
         self._fp8 = Fp8Step(model.trunk, watch_interval=fp8_watch_interval)
         self._ideal_seconds = ideal_seconds
         self.budget = budget or SkipBudget()
@@ -135,7 +143,7 @@ class TrainStep:
 
         dense = [_gradient(parameter) for parameter in self._dense.values()]
         at_cut = [_gradient(values) for values in cut.values()]
-        summed = SummedGradients(dense)
+        summed = SummedGradients(dense, kinds=self._kinds, grid=self._grid)
         rows_of_ranks = self._figures(
             batch,
             loss_sum,
@@ -165,10 +173,10 @@ class TrainStep:
         return StepResult(
             step=step,
             loss=loss / max(labels, 1),
-            num_labels=int(labels),
+            num_labels=int(labels) // self._num_copies,
             grad_norm=grad_norm,
-            num_tokens=int(tokens),
-            num_samples=int(samples),
+            num_tokens=int(tokens) // self._num_copies,
+            num_samples=int(samples) // self._num_copies,
             learning_rate=learning_rate,
             num_skipped=self.budget.num_skipped,
             is_skipped=is_skipped,
@@ -252,8 +260,9 @@ class TrainStep:
         """What the step is judged by, still on the device: a row from every rank, float64.
 
         Columns: own health (not finite if this rank's loss, gradients or FP8 maxima are not,
-        before any mixing of ranks), loss sum, squared norms of the summed dense gradients and of
-        the gradients at the cut, labels, tokens, samples, ideal seconds if they are counted.
+        before any mixing of ranks), loss sum, squared norm of the summed dense gradients that all
+        ranks have, this rank's share of the other squares (gradients at the cut, parts of dense
+        ones), labels, tokens, samples, ideal seconds if they are counted.
         """
         loss_sum = loss_sum.double()
         cut_square = _square_sum(at_cut, like=loss_sum)
@@ -261,6 +270,15 @@ class TrainStep:
         if own_square is None:
             own_square = dense_square + cut_square
         is_mixed = summed.gradients is not dense
+        summed_square = dense_square
+        if is_mixed:
+            common, parts = self._by_owner(summed.gradients)
+            summed_square = _square_sum(common, like=loss_sum)
+            if parts:
+                # Ranks of a group have cut gradients of 1 / size each; replicas have equal parts.
+                num_replicas = dist.get_world_size() // self._num_copies
+                part_square = _square_sum(parts, like=loss_sum)
+                cut_square = cut_square * self._num_copies + part_square / num_replicas
         counts: list[float] = [batch.num_tokens, batch.num_samples]
         if self._ideal_seconds is not None:
             counts.append(self._ideal_seconds(batch))
@@ -268,13 +286,19 @@ class TrainStep:
             [
                 self._fp8.with_health(loss_sum + own_square),
                 loss_sum,
-                _square_sum(summed.gradients, like=loss_sum) if is_mixed else dense_square,
+                summed_square,
                 cut_square,
                 num_labels.double(),
                 *(loss_sum.new_full((), count) for count in counts),
             ]
         )
         return gather_rows(row)
+
+    def _by_owner(self, gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Gradients that all ranks have, and those of this rank's parts of parameters."""
+        owned = [kind is GradientKind.PART for kind in self._kinds]
+        common = [one for one, is_part in zip(gradients, owned, strict=True) if not is_part]
+        return common, [one for one, is_part in zip(gradients, owned, strict=True) if is_part]
 
     def _cause(
         self,

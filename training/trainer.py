@@ -33,6 +33,7 @@ from training.evaluate import build_evaluator
 from training.flops import ideal_seconds_of
 from training.folds import FOLDS, fold_loader, open_datasets
 from training.fp8_step import weights_held
+from training.grid import make_grid
 from training.nonfinite import SkipBudget
 from training.optimizer import RunOptimizer, fuse_table_optimizer, resolve_table_optimizer
 from training.pipeline import Pipeline, build_pipeline
@@ -74,25 +75,37 @@ class Trainer:
     def __init__(self, experiment: ExperimentArgs, *, world: World) -> None:
         self.experiment, self.world = experiment, world
         trainer = experiment.trainer
+        self.grid = make_grid(
+            experiment.parallel, world=world, timeout_seconds=trainer.process_group_timeout_seconds
+        )
         self.checkpoint = resumed_checkpoint(experiment) if trainer.resume is not None else None
         self.folder = None
         if self.checkpoint is not None:
             self.folder = folder_to_resume_in(self.checkpoint, experiment)
         self.datasets = self._datasets()
         self.loaders = {
-            fold: fold_loader(experiment, self.datasets, fold, world=world) for fold in FOLDS
+            fold: fold_loader(experiment, self.datasets, fold, world=self.grid.data)
+            for fold in FOLDS
         }
         self.num_steps = self._total_steps()
         self.early_stopping = early_stopping(trainer, is_validated=self._validates())
-        model, specs = build_model(experiment, self.datasets.facts, device_type=world.device.type)
+        model, specs = build_model(
+            experiment,
+            self.datasets.facts,
+            device_type=world.device.type,
+            parallel=self.grid.tensor,
+        )
         initialize_dense(model.trunk, seed=trainer.seed)  # on the CPU: the same on any device
         model.trunk.to(world.device)
         fuse_table_optimizer(model.tables, experiment.optimizer, device_type=world.device.type)
-        self.model = shard_tables(model, specs, world=world, batch_size=trainer.train_batch_size)
+        self.model = shard_tables(model, specs, world=world, trainer=trainer)
         initialize_tables(self.model, seed=trainer.seed, std=experiment.network.embedding_init_std)
-        self.evaluator = build_evaluator(experiment, self.model, self.datasets, world=world)
-        # Replicas start equal; dropout must differ between ranks, or they repeat each other.
-        torch.manual_seed(trainer.seed * 1_000_003 + world.rank)
+        self.evaluator = build_evaluator(
+            experiment, self.model, self.datasets, world=world, group=self.grid.data_group
+        )
+        # Replicas start equal; dropout must differ between ranks, or they repeat each other. Ranks
+        # that share a model draw alike.
+        torch.manual_seed(trainer.seed * 1_000_003 + self.grid.data.rank)
         self.optimizer = RunOptimizer(self.model, experiment.optimizer, num_steps=self.num_steps)
         self.checkpointer = Checkpointer(
             world=world,
@@ -120,7 +133,7 @@ class Trainer:
         return {fold: loader.dataset.fingerprint for fold, loader in self.loaders.items()}
 
     def _datasets(self) -> Datasets:
-        return open_datasets(self.experiment, world=self.world)
+        return open_datasets(self.experiment, world=self.grid.data)
 
     def _total_steps(self) -> int:
         trainer = self.experiment.trainer
@@ -267,6 +280,7 @@ class Trainer:
             ideal_seconds=ideal_seconds_of(
                 self.model.module.trunk, self.experiment, device=self.world.device
             ),
+            grid=self.grid,
         )
 
     def _run_segment(

@@ -6,6 +6,13 @@ from tests.configs.conftest import Load
 
 FP8 = 'MixedPrecisionArgs.mixed_precision_dtype = "fp8"\nMixedPrecisionArgs.'
 
+TABLE = """
+DatasetArgs.embedding_args = [@EmbeddingArgs()]
+EmbeddingArgs.feature_names = ["zip"]
+EmbeddingArgs.table_name = "zip"
+EmbeddingArgs.item_vocab_size_or_capacity = 5000
+EmbeddingArgs."""
+
 
 @pytest.mark.parametrize(
     ("lines", "field", "reason"),
@@ -20,6 +27,12 @@ FP8 = 'MixedPrecisionArgs.mixed_precision_dtype = "fp8"\nMixedPrecisionArgs.'
         ("TrainerArgs.nonfinite_budget = 3", "nonfinite_budget = 3", "nonfinite_policy is 'stop'"),
         ("MixedPrecisionArgs.fp8_log_interval = 5", "fp8_log_interval", "dtype is None"),
         ("TensorModelParallelArgs.sequence_parallel = True", "sequence_parallel", "size is 1"),
+        (TABLE + "cache_ratio = 0.5", "cache_ratio = 0.5", "placement is 'device'"),
+        (
+            TABLE + "sharding_type = 'data_parallel'\nEmbeddingArgs.shard_by = 'table_wise'",
+            "shard_by = 'table_wise'",
+            "every rank has a copy",
+        ),
         ("NetworkArgs.num_time_buckets = 9", "num_time_buckets", "use_time_bias is False"),
         ("NetworkArgs.embedding_backend = 'x'", "embedding_backend", "servers"),
         ("MixedPrecisionArgs.linear_recipe = 'mxfp8'", "linear_recipe", "dtype is None"),
@@ -62,6 +75,7 @@ def test_field_without_effect_warns_once(
         FP8 + "fp8_wgrad = False\nMixedPrecisionArgs.auto_filter_small = False",
         FP8 + "linear_backend = 'native'\nMixedPrecisionArgs.linear_recipe = 'rowwise'",
         FP8 + "linear_backend = 'emulated'",
+        TABLE + "placement = 'host_cached'\nEmbeddingArgs.cache_ratio = 0.5",
         "TrainerArgs.early_stopping_metric = 'gauc'",
         "TrainerArgs.nonfinite_policy = 'skip'\nTrainerArgs.nonfinite_budget = 3",
     ],

@@ -224,3 +224,44 @@ def test_configs_import_nothing_heavy() -> None:
         [sys.executable, "-c", code], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]")
+
+
+def dynamic_table(**fields: object) -> schema.DynamicEmbeddingArgs:
+    return schema.DynamicEmbeddingArgs(
+        feature_names=("shop",), table_name="shop", item_vocab_size_or_capacity=1000, **fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({}, True),
+        ({"item_vocab_gpu_capacity_ratio": 0.5}, False),
+        ({"item_vocab_gpu_capacity_ratio": 1}, True),
+        ({"item_vocab_gpu_capacity": 999, "item_vocab_gpu_capacity_ratio": 1}, False),
+        ({"item_vocab_gpu_capacity": 1000}, True),
+        ({"global_hbm_for_values": 1000 * 8 * 4 - 1, "item_vocab_gpu_capacity": 1000}, False),
+        ({"global_hbm_for_values": 1000 * 8 * 4}, True),
+    ],
+)
+def test_the_first_size_decides_where_a_dynamic_table_is(
+    fields: dict[str, float], fits: bool
+) -> None:
+    assert dynamic_table(**fields).fits_devices(8) == fits
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("shard_by", "table_wise"), ("placement", "host"), ("shard_by", "planner")]
+)
+def test_a_dynamic_table_is_cut_by_rows(field: str, value: str) -> None:
+    with pytest.raises(
+        schema.ConfigError, match=rf"DynamicEmbeddingArgs\.{field} must be .*'{value}'"
+    ):
+        dynamic_table(**{field: value})
+
+
+def test_a_step_whose_rows_are_fetched_ahead_is_not_skipped() -> None:
+    sizes = {"train_batch_size": 2, "eval_batch_size": 2, "pipeline_type": "prefetch"}
+    schema.TrainerArgs(**sizes)
+    with pytest.raises(schema.ConfigError, match=r"nonfinite_policy must be 'stop'.*'native'"):
+        schema.TrainerArgs(**sizes, nonfinite_policy="skip")

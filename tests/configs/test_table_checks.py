@@ -84,3 +84,12 @@ def test_rows_of_sharded_tables_are_whole_vectors(
 )
 def test_replicated_tables_have_any_width(load: Load, lines: str) -> None:
     assert load(lines)
+
+
+@pytest.mark.parametrize("shard_by", ["column_wise", "planner"])
+def test_retrieval_needs_whole_item_rows(load: Load, refusal: Refusal, shard_by: str) -> None:
+    lines = table("item_id", "items", f"shard_by = '{shard_by}'")
+    assert load(lines).dataset.embedding_args[0].shard_by == shard_by
+    message = refusal(lines, task="retrieval", without=("RankingArgs.prediction_head_arch",))
+    assert "EmbeddingArgs.shard_by of the item table 'items' must be" in message
+    assert f"got '{shard_by}'" in message

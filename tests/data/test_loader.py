@@ -242,3 +242,40 @@ def test_random_windows_move_between_epochs_and_leave_out_empty_ones(make_datase
         assert supervised == 3 * -1 + (30 - 8) + (24 - 8) + (41 - 8)
     assert epochs[0] == epochs[2]
     assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_balanced_ranks_have_the_same_union_and_less_difference(
+    make_dataset, shuffle: bool, num_workers: int
+) -> None:
+    lengths = [4 + (7 * n) % 60 for n in range(27)]  # the last global batch is short
+    train = build_datasets(make_dataset(lengths, max_num_candidates=1)).train
+
+    def parts(is_balanced: bool) -> list[list[list[int]]]:
+        loaders = [
+            _loader(train, shuffle=shuffle, rank=r, world_size=3, is_balanced=is_balanced)
+            for r in range(3)
+        ]
+        for loader in loaders:
+            loader.num_workers = num_workers
+        return [list(step) for step in zip(*map(_ids, loaders), strict=True)]
+
+    plain, balanced = parts(False), parts(True)
+    assert [sorted(_real(step)) for step in plain] == [sorted(_real(step)) for step in balanced]
+    assert all(len(part) == 4 for step in balanced for part in step)
+    assert plain != balanced
+
+    def largest(steps: list[list[list[int]]]) -> int:
+        work = train.num_tokens(np.arange(len(train))) ** 2
+        return sum(max(work[[i for i in part if i >= 0]].sum() for part in step) for step in steps)
+
+    assert largest(balanced) < 0.8 * largest(plain)
+
+
+def test_tokens_are_counted_as_a_batch_counts_them(datasets) -> None:
+    for fold in (datasets.train, datasets.test):
+        indices_S = np.arange(min(len(fold), 8))
+        batch = fold.batch(indices_S, batch_size=8)
+        expected = batch.host_lengths_KB.sum(axis=0)[: len(indices_S)]
+        assert fold.num_tokens(indices_S).tolist() == expected.tolist()

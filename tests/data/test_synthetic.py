@@ -216,3 +216,13 @@ def test_draws_are_clipped_to_their_bounds(dist_type):
     dist = RandomDistribution(dist_type=dist_type, low=5, high=9, mean=7.0, std=50.0)
     values = draw(dist, BITS)
     assert set(values.tolist()) == {5, 6, 7, 8}
+
+
+@pytest.mark.parametrize("task", ["ranking", "retrieval"])
+def test_tokens_are_counted_as_a_batch_counts_them(task: str) -> None:
+    args = _args(max_num_candidates=2, num_generated_batches=2)
+    built = build_datasets(args, task=task, seed=3, global_batch_size=16)
+    for fold in (built.train, built.test):
+        indices_S = np.arange(16)
+        batch = fold.batch(indices_S, batch_size=16)
+        assert fold.num_tokens(indices_S).tolist() == batch.host_lengths_KB.sum(axis=0).tolist()

@@ -220,6 +220,9 @@ class FirstSamples:
     def batch(self, indices_S: np.ndarray, *, batch_size: int) -> SequenceBatch:
         return self._dataset.batch(indices_S, batch_size=batch_size)
 
+    def num_tokens(self, indices_S: np.ndarray) -> np.ndarray:
+        return self._dataset.num_tokens(indices_S)
+
     def catalogue(self) -> np.ndarray:
         return self._dataset.catalogue()
 

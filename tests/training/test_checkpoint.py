@@ -13,7 +13,13 @@ from torch import Tensor
 
 from tests.support.experiments import cpu_world, synthetic_experiment
 from tests.support.two_ranks import TwoRanks
-from training.checkpoint import FORMAT_VERSION, CheckpointError, latest_checkpoint, read_state
+from training.checkpoint import (
+    FORMAT_VERSION,
+    CheckpointError,
+    latest_checkpoint,
+    load_weights,
+    read_state,
+)
 from training.distributed import World
 from training.step import NonFiniteError
 from training.trainer import Trainer
@@ -277,3 +283,16 @@ def test_what_a_killed_replacement_left_is_put_right(
         "step-00000001",
         "step-00000002",
     ]
+
+
+def test_loading_drops_rows_that_are_cached(
+    saved: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are overwritten in host memory; a GPU's cache of them would not notice."""
+    trainer = resume(saved, world)
+    (collection,) = trainer.model.module.tables.collections
+    (lookup,) = collection._lookups
+    purged: list[bool] = []
+    monkeypatch.setattr(lookup, "purge", lambda: purged.append(True))
+    load_weights(trainer.model, saved)
+    assert purged == [True]

@@ -42,7 +42,14 @@ class ShortTrainer(Trainer):
         return dataclasses.replace(whole, **folds)
 
 
-def _epoch_of(rank: int, world_size: int, folder: str, pipeline_type: str, count: int) -> Any:
+def _epoch_of(
+    rank: int,
+    world_size: int,
+    folder: str,
+    pipeline_type: str,
+    count: int,
+    shard_by: str = "row_wise",
+) -> Any:
     """One epoch over `count` samples at 2 a rank, with an evaluation after every step."""
     settings = {
         "train_batch_size": 2,
@@ -54,6 +61,12 @@ def _epoch_of(rank: int, world_size: int, folder: str, pipeline_type: str, count
         "pipeline_type": pipeline_type,
     }
     experiment = synthetic_experiment(folder, trainer=settings, dataset=users_of_one_length())
+    tables = tuple(
+        dataclasses.replace(table, shard_by=shard_by)
+        for table in experiment.dataset.embedding_args or ()
+    )
+    dataset = dataclasses.replace(experiment.dataset, embedding_args=tables)
+    experiment = dataclasses.replace(experiment, dataset=dataset)
     trainer_class = type("Short", (ShortTrainer,), {"count": count})
     seen: list[int] = []
     steps: list[StepResult] = []
@@ -86,7 +99,7 @@ def test_ranks_end_at_the_same_step_and_lose_no_sample(
 ) -> None:
     """5 samples are 2 + 2 and 1 + 0: the second rank joins the last step without any."""
     outcomes = {}
-    for pipeline_type in ("none", "native"):
+    for pipeline_type in ("none", "native", "prefetch"):
         first, second = outcomes[pipeline_type] = two_ranks.run(
             _epoch_of, run_folder, pipeline_type, count
         )
@@ -96,10 +109,23 @@ def test_ranks_end_at_the_same_step_and_lose_no_sample(
         assert first["num_samples"] == second["num_samples"]
         assert sum(first["num_samples"]) == count
         assert first["num_events"] == second["num_events"] == NUM_CANDIDATES * count
-    for plain, ahead in zip(outcomes["none"], outcomes["native"], strict=True):
-        for name in ("seen", "losses"):
-            assert plain[name] == ahead[name]
-        assert all(map(torch.equal, plain["dense"], ahead["dense"]))
+    for overlapped in ("native", "prefetch"):  # without caches the latter prefetches nothing
+        for plain, ahead in zip(outcomes["none"], outcomes[overlapped], strict=True):
+            for name in ("seen", "losses"):
+                assert plain[name] == ahead[name]
+            assert all(map(torch.equal, plain["dense"], ahead["dense"]))
+
+
+@pytest.mark.parametrize("shard_by", ["table_wise", "column_wise", "planner"])
+def test_a_rank_without_users_waits_for_nobody(
+    two_ranks: TwoRanks, run_folder: str, shard_by: str
+) -> None:
+    """Five users at two a rank, however the tables are cut."""
+    plain = two_ranks.run(_epoch_of, run_folder, "none", 5, shard_by)
+    ahead = two_ranks.run(_epoch_of, run_folder, "native", 5, shard_by)
+    assert plain[0]["num_samples"] == ahead[1]["num_samples"] == [4, 1]
+    assert [found["losses"] for found in plain] == [found["losses"] for found in ahead]
+    assert plain[0]["figures"] == ahead[1]["figures"]
 
 
 def test_the_next_batch_is_collated_while_the_device_works(

@@ -16,7 +16,11 @@ from configs.schema import (
     MixedPrecisionArgs,
     TensorModelParallelArgs,
 )
-from tests.support.experiments import movielens_experiment, synthetic_experiment
+from tests.support.experiments import (
+    movielens_experiment,
+    retrieval_experiment,
+    synthetic_experiment,
+)
 from training.run import _without_start
 from training.startup import check_built, check_data, check_folders, check_machine
 
@@ -26,12 +30,13 @@ def with_field(experiment: ExperimentArgs, part: str, **fields: Any) -> Experime
     return dataclasses.replace(experiment, **{part: changed})
 
 
-def dynamic_items(experiment: ExperimentArgs) -> ExperimentArgs:
+def cached_items(experiment: ExperimentArgs) -> ExperimentArgs:
     items, *others = experiment.dataset.embedding_args
     dynamic = DynamicEmbeddingArgs(
         feature_names=items.feature_names,
         table_name=items.table_name,
         item_vocab_size_or_capacity=items.item_vocab_size_or_capacity,
+        caching=True,
     )
     return with_field(experiment, "dataset", embedding_args=(dynamic, *others))
 
@@ -49,22 +54,39 @@ NOT_BUILT = {
         "NetworkArgs.kernel_backend = 'triton' is not built yet; "
         "what runs: 'bf16', or NetworkArgs.kernel_backend = 'pytorch'",
     ),
-    "tensor parallel": (
+    "tensor parallel FP8 by the present tensor": (
         lambda e: dataclasses.replace(
-            e, parallel=TensorModelParallelArgs(tensor_model_parallel_size=2)
+            e,
+            parallel=TensorModelParallelArgs(tensor_model_parallel_size=2),
+            precision=MixedPrecisionArgs(
+                mixed_precision_dtype="fp8", linear_backend="emulated", linear_recipe="tensorwise"
+            ),
         ),
-        "TensorModelParallelArgs.tensor_model_parallel_size = 2 is not built yet; what runs: 1",
+        "tensor_model_parallel_size = 2 with .*linear_recipe = 'tensorwise' is not built yet; "
+        "what runs: .*'delayed'",
     ),
-    "shuffler": (
-        lambda e: with_field(e, "trainer", enable_balanced_shuffler=True),
-        "TrainerArgs.enable_balanced_shuffler = True is not built yet; what runs: False",
+    "tensor parallel FP8 attention": (
+        lambda e: dataclasses.replace(
+            e,
+            parallel=TensorModelParallelArgs(tensor_model_parallel_size=2),
+            precision=MixedPrecisionArgs(
+                mixed_precision_dtype="fp8",
+                linear_recipe=None,
+                hstu_attn_quantization_mode="per_block",
+            ),
+        ),
+        "tensor_model_parallel_size = 2 with .*mode = 'per_block' is not built yet; .*'bf16'",
     ),
-    "prefetch": (
-        lambda e: with_field(e, "trainer", pipeline_type="prefetch"),
-        "TrainerArgs.pipeline_type = 'prefetch' is not built yet; what runs: 'native'",
-    ),
-    "dynamic table": (dynamic_items, "DynamicEmbeddingArgs.*item.*what runs: EmbeddingArgs"),
+    "cached table": (cached_items, "DynamicEmbeddingArgs.caching.*item is.*what runs: False"),
 }
+
+
+def test_retrieval_with_split_heads_is_not_built(run_folder: str) -> None:
+    parallel = TensorModelParallelArgs(tensor_model_parallel_size=2)
+    experiment = dataclasses.replace(retrieval_experiment(run_folder), parallel=parallel)
+    with pytest.raises(NotImplementedError, match="with RetrievalArgs is not built yet.*: 1"):
+        check_built(experiment)
+    check_built(dataclasses.replace(synthetic_experiment(run_folder), parallel=parallel))
 
 
 @pytest.mark.parametrize("case", NOT_BUILT)
@@ -137,6 +159,16 @@ def test_fp8_attention_is_emulated_where_pytorch_runs_it(run_folder: str, backen
         ("network", {"kernel_backend": "cutlass"}, "NetworkArgs.kernel_backend.*'auto'"),
         ("network", {"dtype_str": "float16"}, "NetworkArgs.dtype_str.*'bfloat16' or 'float32'"),
         (
+            "trainer",
+            {"pipeline_type": "prefetch"},
+            "TrainerArgs.pipeline_type = 'prefetch' needs a GPU.*on the CPU: 'native'",
+        ),
+        (
+            "trainer",
+            {"table_comms_forward": "fp8"},
+            "TrainerArgs.table_comms_forward = 'fp8' needs a GPU.*'bf16'",
+        ),
+        (
             "optimizer",
             {"sparse_optimizer_str": "adam"},
             "OptimizerArgs.sparse_optimizer_str.*'adam'.*'auto'",
@@ -152,6 +184,38 @@ def test_what_a_cpu_cannot_run_is_refused_by_its_binding(
         check_machine(with_field(plain, part, **fields), device_type="cpu")
     for text in message.replace("'", '"').split(".*"):
         assert text in str(refused.value).replace("'", '"')
+
+
+def test_evaluation_has_no_pipeline_to_refuse(run_folder: str) -> None:
+    experiment = synthetic_experiment(run_folder, trainer={"pipeline_type": "prefetch"})
+    check_machine(_without_start(experiment), device_type="cpu")
+
+
+@pytest.mark.parametrize("placement", ["host", "host_cached"])
+def test_rows_on_the_host_of_a_gpu_need_one(run_folder: str, placement: str) -> None:
+    plain = synthetic_experiment(run_folder)
+    items, *others = plain.dataset.embedding_args
+    hosted = dataclasses.replace(items, placement=placement)
+    experiment = with_field(plain, "dataset", embedding_args=(hosted, *others))
+    with pytest.raises(NotImplementedError, match=f"placement = '{placement}' of table 'item'"):
+        check_machine(experiment, device_type="cpu")
+    idle = dataclasses.replace(hosted, sharding_type="data_parallel")
+    check_machine(with_field(plain, "dataset", embedding_args=(idle, *others)), device_type="cpu")
+
+
+def test_states_that_depend_on_the_cut_are_said(
+    run_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = synthetic_experiment(run_folder)
+    items, *others = plain.dataset.embedding_args
+    by_columns = dataclasses.replace(items, shard_by="column_wise")
+    experiment = with_field(plain, "dataset", embedding_args=(by_columns, *others))
+    check_machine(experiment, device_type="cpu")
+    assert "table item: rowwise_adagrad keeps a state for each part of a row" in caplog.text
+    caplog.clear()
+    by_number = with_field(experiment, "optimizer", sparse_optimizer_str="adagrad")
+    check_machine(by_number, device_type="cpu")
+    assert caplog.text == ""
 
 
 def test_data_that_is_not_there_is_refused_with_its_command(tmp_path: Path) -> None:
