@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from modules.linear.engine import LinearEngine
 from modules.linear.state import fp8_state_dict, load_fp8_state_dict
+from training.checkpoint_reader import TensorReader
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,9 @@ def load_with_fp8(model: nn.Module, tensors: dict[str, Any], checkpoint: Path) -
         RuntimeError: a tensor is missing or has another shape, or a file is damaged.
     """
     try:
-        state = _fp8_of(checkpoint)
-        dcp.load(tensors | ({_FP8: state} if state else {}), checkpoint_id=str(checkpoint))
+        reader = TensorReader(checkpoint)
+        state = _fp8_of(reader)
+        dcp.load(tensors | ({_FP8: state} if state else {}), storage_reader=reader)
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
         raise RuntimeError(
             f"{checkpoint} cannot be loaded ({cause_of(error)}); its files are damaged or belong "
@@ -48,9 +50,9 @@ def load_with_fp8(model: nn.Module, tensors: dict[str, Any], checkpoint: Path) -
     _tell(model, state, checkpoint)
 
 
-def _fp8_of(checkpoint: Path) -> dict[str, Tensor]:
+def _fp8_of(reader: TensorReader) -> dict[str, Tensor]:
     """Empty tensors for all FP8 state that a checkpoint holds."""
-    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = reader.read_metadata().state_dict_metadata
     return {
         name.removeprefix(f"{_FP8}."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in saved.items()

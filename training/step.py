@@ -37,9 +37,13 @@ from training.distributed import SummedGradients, gather_rows, sum_over_ranks_
 from training.fp8_step import Fp8Step
 from training.nonfinite import NonFiniteError, SkipBudget
 from training.optimizer import RunOptimizer
+from training.signals import Request, SaveRequests
 from training.trace import WAIT_NAME
 
 logger = logging.getLogger(__name__)
+
+# In the rows of `TrainStep._figures`.
+_REQUEST_COLUMN = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,7 @@ class StepResult:
         is_skipped: it was not finite and has changed nothing.
         ideal_seconds: what its matrix products would take at peak, summed over ranks; 0 where
             nobody asked.
+        request: the most that was asked of any rank by a signal before this step.
     """
 
     step: int
@@ -69,6 +74,7 @@ class StepResult:
     num_skipped: int = 0
     is_skipped: bool = False
     ideal_seconds: float = 0.0
+    request: Request = Request.NONE
 
 
 class TrainStep:
@@ -83,6 +89,7 @@ class TrainStep:
         budget: steps that may be skipped; None = the first one that is not finite ends the run.
         fp8_watch_interval: steps between looks at the operands of FP8 linears, None = never.
         ideal_seconds: of this rank's share of a batch, at the device's peak; None = not counted.
+        requests: what signals ask of this process.
 
     After a step that was watched, ``fp8_operands`` says what the cast did to them over all ranks.
     """
@@ -98,6 +105,7 @@ class TrainStep:
         budget: SkipBudget | None = None,
         fp8_watch_interval: int | None = None,
         ideal_seconds: Callable[[SequenceBatch], float] | None = None,
+        requests: SaveRequests | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -106,6 +114,7 @@ class TrainStep:
         self._dense: dict[str, nn.Parameter] = dict(self._model.trunk.named_parameters())
         self._fp8 = Fp8Step(model.trunk, watch_interval=fp8_watch_interval)
         self._ideal_seconds = ideal_seconds
+        self._requests = requests or SaveRequests()
         self.budget = budget or SkipBudget()
         self.num_steps = num_steps
         self.fp8_operands: tuple[OperandFigures, ...] = ()
@@ -148,7 +157,7 @@ class TrainStep:
         if meanwhile is not None:
             meanwhile()
         figures = finite_flag_wait(rows_of_ranks)
-        loss, _, cut_square, labels, tokens, samples, *ideal = (
+        loss, _, cut_square, labels, tokens, samples, _, *ideal = (
             sum(column) for column in zip(*(row[1:] for row in figures), strict=True)
         )
         is_skipped = not all(math.isfinite(value) for row in figures for value in row)
@@ -173,6 +182,7 @@ class TrainStep:
             num_skipped=self.budget.num_skipped,
             is_skipped=is_skipped,
             ideal_seconds=float(sum(ideal)),
+            request=Request(int(max(row[_REQUEST_COLUMN] for row in figures))),
         )
 
     def _update(
@@ -253,7 +263,8 @@ class TrainStep:
 
         Columns: own health (not finite if this rank's loss, gradients or FP8 maxima are not,
         before any mixing of ranks), loss sum, squared norms of the summed dense gradients and of
-        the gradients at the cut, labels, tokens, samples, ideal seconds if they are counted.
+        the gradients at the cut, labels, tokens, samples, request, ideal seconds if they are
+        counted.
         """
         loss_sum = loss_sum.double()
         cut_square = _square_sum(at_cut, like=loss_sum)
@@ -261,7 +272,7 @@ class TrainStep:
         if own_square is None:
             own_square = dense_square + cut_square
         is_mixed = summed.gradients is not dense
-        counts: list[float] = [batch.num_tokens, batch.num_samples]
+        counts: list[float] = [batch.num_tokens, batch.num_samples, self._requests.take()]
         if self._ideal_seconds is not None:
             counts.append(self._ideal_seconds(batch))
         row = torch.stack(
