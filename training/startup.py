@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, ExperimentArgs
-from data.manifest import check_tables, find_dataset, read_manifest
+from data.manifest import check_contents, check_tables, find_dataset, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ def check_data(experiment: ExperimentArgs) -> None:
         return
     folder = find_dataset(dataset.dataset_name, dataset.dataset_path)
     manifest = read_manifest(folder, dataset_name=dataset.dataset_name)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host: it reads all of the files
+        check_contents(folder, manifest)
     check_tables(manifest, manifest.vocab_sizes | _rows_by_feature(experiment))
 
 
