@@ -96,13 +96,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for runs; filled, not emptied")
     parser.add_argument("--faults", nargs="*", metavar="NAME=TRIES", help=", ".join(FAULTS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=300, help="of a job; short ones end early")
     parser.add_argument("--report", type=Path, help="Markdown file to write")
     arguments = parser.parse_args()
     wanted = _FULL
     if arguments.faults:
         pairs = [text.rpartition("=") for text in arguments.faults]
         wanted = {name: int(tries) for name, _, tries in pairs}
-    soak = Soak(arguments.folder, random.Random(arguments.seed))
+    chance = random.Random(arguments.seed)
+    soak = Soak(arguments.folder, chance, num_steps=arguments.steps)
     begin = time.monotonic()
     rows = {name: run(soak, name, tries) for name, tries in wanted.items()}
     commit = subprocess.run(

@@ -28,8 +28,6 @@ from training.checkpoint import latest_checkpoint, read_state
 from training.checkpoint_reader import TensorReader
 from training.startup import check_data
 
-_LONG_STEPS = 300
-
 _NAN_ON_RANK_ONE = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -51,9 +49,14 @@ main()
 
 
 class Soak:
-    """A folder for runs, chance, and runs that nobody disturbs, to compare with."""
+    """A folder for runs, chance, and runs that nobody disturbs, to compare with.
 
-    def __init__(self, folder: Path, chance: random.Random) -> None:
+    Args:
+        num_steps: of jobs that are disturbed by the clock.
+    """
+
+    def __init__(self, folder: Path, chance: random.Random, *, num_steps: int = 300) -> None:
+        self.num_steps = num_steps
         self.folder = folder
         self.chance = chance
         self._undisturbed: dict[int, Path] = {}
@@ -116,7 +119,7 @@ def _kills(soak: Soak, tries: int, *, name: str, wait: Callable[[Job], object]) 
     """Up to 25 kills of one job, which then finishes."""
     tries = min(tries, 25)
     seconds = []
-    with soak.job(name, _LONG_STEPS, max_restarts=10 * tries) as job:
+    with soak.job(name, soak.num_steps, max_restarts=10 * tries) as job:
         job.until_training()
         for _ in range(tries):
             wait(job)
@@ -129,7 +132,7 @@ def _kills(soak: Soak, tries: int, *, name: str, wait: Callable[[Job], object]) 
             newest_whole(_last_run(job.folder))
         assert job.end() == 0, job.text()[-3000:]
     assert seconds, "the job was done before the first kill"
-    soak.assert_as_undisturbed(_last_run(job.folder), _LONG_STEPS)
+    soak.assert_as_undisturbed(_last_run(job.folder), soak.num_steps)
     return seconds
 
 
@@ -180,7 +183,7 @@ def full_disk(soak: Soak, tries: int) -> list[float]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         values = {"TrainerArgs.ckpt_save_dir": str(disk), "TrainerArgs.ckpt_keep_last": 100}
-        job = soak.job("full", _LONG_STEPS, values=values)
+        job = soak.job("full", soak.num_steps, values=values)
         if not is_mounted:
             resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
         with job:
@@ -276,7 +279,7 @@ def stopped_for_a_while(soak: Soak, tries: int) -> list[float]:
 
 
 def _signalled(soak: Soak, name: str, number: signal.Signals) -> tuple[Path, str]:
-    with soak.job(name, _LONG_STEPS) as job:
+    with soak.job(name, soak.num_steps) as job:
         job.until_training()
         time.sleep(soak.chance.uniform(0.5, 2.0))
         job.process.send_signal(number)
@@ -286,7 +289,7 @@ def _signalled(soak: Soak, name: str, number: signal.Signals) -> tuple[Path, str
 
 def _resumed(soak: Soak, run: Path) -> list[float]:
     values = {
-        "TrainerArgs.max_train_iters": _LONG_STEPS,
+        "TrainerArgs.max_train_iters": soak.num_steps,
         "TrainerArgs.output_dir": str(run),
     }
     begin = time.monotonic()
@@ -295,7 +298,7 @@ def _resumed(soak: Soak, run: Path) -> list[float]:
         job.until("record", lambda: job.num_records() > told)
         seconds = time.monotonic() - begin
         assert job.end() == 0, job.text()[-3000:]
-    soak.assert_as_undisturbed(run, _LONG_STEPS)
+    soak.assert_as_undisturbed(run, soak.num_steps)
     return [seconds]
 
 
@@ -320,12 +323,12 @@ def terminated(soak: Soak, tries: int) -> list[float]:
 def asked_to_save(soak: Soak, tries: int) -> list[float]:
     """SIGUSR1 to one rank: a checkpoint more, and the run as if nobody had asked."""
     values = {"TrainerArgs.ckpt_save_interval": 1000}
-    with soak.job("asked", _LONG_STEPS, values=values) as job:
+    with soak.job("asked", soak.num_steps, values=values) as job:
         job.until_training()
         os.kill(soak.chance.choice(job.workers()), signal.SIGUSR1)
         seconds = job.until("save", lambda: "saved " in job.text())
         assert job.end() == 0, job.text()[-3000:]
-    soak.assert_as_undisturbed(job.folder, _LONG_STEPS)
+    soak.assert_as_undisturbed(job.folder, soak.num_steps)
     return [seconds]
 
 

@@ -7,7 +7,8 @@
     checkpoints/best            with early stopping: a link to the best one so far
 
 A checkpoint is written beside its place under a temporary name and renamed when it is complete.
-state.json comes last and lists the other files: what is cut or missing later is noticed.
+state.json comes last and lists the other files with their sizes and checksums: what is cut or
+missing later is noticed when a checkpoint is looked for, what was changed when it is loaded.
 
 A save in the background copies what it writes to memory of the host first and writes from a thread;
 there is never more than one such copy, since a save waits for the one before. Its ranks talk in a
@@ -20,6 +21,7 @@ import os
 import platform
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -45,6 +47,7 @@ CONFIG_NAME = "operative_config.gin"
 BEST_NAME = "best"
 CHECKPOINTS_NAME = "checkpoints"
 _STATE_NAME = "state.json"
+_BLOCK_BYTES = 2**22
 
 
 class CheckpointError(RuntimeError):
@@ -260,7 +263,9 @@ class Checkpointer:
 
     def _publish(self, aside: Path, final: Path, state: dict[str, Any]) -> None:
         (aside / CONFIG_NAME).write_text(self._operative_config, encoding="utf-8")
-        state["files"] = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+        files = sorted(aside.iterdir())
+        state["files"] = {path.name: path.stat().st_size for path in files}
+        state["crc32"] = {path.name: _crc32(path) for path in files}
         (aside / _STATE_NAME).write_text(json.dumps(state, indent=1), encoding="utf-8")
         # The other files were synced as they were written. After a power failure a name must not
         # be there without what it stands for.
@@ -303,6 +308,7 @@ class Checkpointer:
             ValueError: see ``read_state``; RuntimeError: files that are damaged or do not fit.
         """
         state = read_state(checkpoint)
+        _check_contents(checkpoint, state)
         tensors = self._tensors()
         here = (self._world.world_size, self._world.device.type)
         if (state["world_size"], state["device_type"]) != here:
@@ -337,7 +343,7 @@ def load_weights(model: DistributedModelParallel, checkpoint: Path) -> None:
     Raises:
         ValueError: see ``read_state``; RuntimeError: a weight is missing or has another shape.
     """
-    read_state(checkpoint)
+    _check_contents(checkpoint, read_state(checkpoint))
     load_with_fp8(model, {"model": model.state_dict()}, checkpoint)
 
 
@@ -390,6 +396,35 @@ def _prepare(folder: Path, aside: Path) -> None:
         else:
             replaced.rename(final)
     aside.mkdir(parents=True)
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _check_contents(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Holds the files against their checksums, each rank its share; collective.
+
+    Raises:
+        RuntimeError: naming a file that was changed since it was written; on every rank.
+    """
+    expected: dict[str, int] = state.get("crc32", {})  # not in checkpoints of before
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = sorted(expected)[rank::world_size]
+    changed = [name for name in own if _crc32(checkpoint / name) != expected[name]]
+    of_ranks: list[list[str]] = [changed]
+    if world_size > 1:
+        of_ranks = [[] for _ in range(world_size)]
+        dist.all_gather_object(of_ranks, changed)
+    if found := [name for names in of_ranks for name in names]:
+        raise RuntimeError(
+            f"{checkpoint} cannot be loaded (the contents of {found[0]} are not what was written); "
+            "name another checkpoint"
+        )
 
 
 def _sync(path: Path) -> None:
