@@ -120,7 +120,8 @@ def _kills(soak: Soak, tries: int, *, name: str, wait: Callable[[Job], object]) 
     tries = min(tries, 25)
     seconds = []
     with soak.job(name, soak.num_steps, max_restarts=10 * tries) as job:
-        job.until_training()
+        # From the first checkpoint on, there is one to lose.
+        job.until("checkpoint", lambda: "saved " in job.text())
         for _ in range(tries):
             wait(job)
             before = job.num_restarts()
