@@ -80,7 +80,11 @@ class TrainerArgs(CheckedArgs):
     """One past the last profiled step."""
 
     process_group_timeout_seconds: PositiveFloat = 600.0
-    """Longest wait for another rank before the job ends."""
+    """Longest wait for another rank, and longest step, before the job ends."""
+
+    slow_step_seconds: PositiveFloat = 120.0
+    """A step that takes longer makes each rank write where its threads stand to stacks/ in the
+    run's folder, once a step; the step goes on."""
 
     output_dir: OptionalPath = None
     """Folder of the run; None = runs/<name of the gin file>. A used one gets -2, -3, ... appended
@@ -88,6 +92,14 @@ class TrainerArgs(CheckedArgs):
 
     ckpt_save_interval: Annotated[int | None, Spellings(((-1, None),)), Range(low=0)] = None
     """Steps between checkpoints. None (also written -1) = only one at the end; 0 = none at all."""
+
+    ckpt_in_background: bool = True
+    """Write checkpoints while training goes on, from one copy in the host's memory; False = wait
+    for each, without a copy. The last one is always waited for."""
+
+    ckpt_signal_seconds: PositiveFloat = 25.0
+    """On SIGTERM: longest time to end the step, save and leave; after it the process ends without
+    (torchrun kills after 30 seconds)."""
 
     ckpt_save_dir: OptionalPath = None
     """Folder of the checkpoints; None = checkpoints in the run's folder."""

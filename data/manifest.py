@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -130,6 +131,27 @@ def _parse(path: Path, command: str) -> Manifest:
         return Manifest(**raw)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}); run {command}") from None
+
+
+def check_contents(folder: Path, manifest: Manifest) -> None:
+    """Passes only if the files hold what preprocessing wrote, byte for byte; reads all of them.
+
+    Raises:
+        ValueError: a file has other contents, or cannot be read.
+    """
+    for facts in manifest.files.values():
+        path = folder / facts.name
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror or error})") from None
+        if found != facts.sha256:
+            raise ValueError(
+                f"{path} must have the sha256 that its manifest says, {facts.sha256[:16]}..., got "
+                f"{found[:16]}...: its contents are damaged; run "
+                f"{preprocess_command(folder, manifest.dataset_name)}"
+            )
 
 
 def check_tables(manifest: Manifest, table_sizes: Mapping[str, int]) -> None:

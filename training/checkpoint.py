@@ -7,14 +7,25 @@
     checkpoints/best            with early stopping: a link to the best one so far
 
 A checkpoint is written beside its place under a temporary name and renamed when it is complete.
-state.json comes last and lists the other files: what is cut or missing later is noticed.
+state.json comes last and lists the other files with their sizes and checksums: what is cut or
+missing later is noticed when a checkpoint is looked for, what was changed when it is loaded.
+
+A save in the background copies what it writes to memory of the host first and writes from a thread;
+there is never more than one such copy, since a save waits for the one before. Its ranks talk in a
+process group of their own, out of the way of the training.
 """
 
 import json
 import logging
+import os
+import platform
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torchrec.distributed import DistributedModelParallel
 
 from training.checkpoint_tensors import as_whole, cause_of, fp8_tensors, load_with_fp8
@@ -35,6 +47,7 @@ CONFIG_NAME = "operative_config.gin"
 BEST_NAME = "best"
 CHECKPOINTS_NAME = "checkpoints"
 _STATE_NAME = "state.json"
+_BLOCK_BYTES = 2**22
 
 
 class CheckpointError(RuntimeError):
@@ -95,6 +108,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(
             f"{checkpoint}: not a complete checkpoint ({_STATE_NAME}: {error}); {way_out}"
         ) from None
+    if not (isinstance(state, dict) and isinstance(state.get("files", {}), dict)):
+        raise ValueError(f"{checkpoint}: not a complete checkpoint ({_STATE_NAME}); {way_out}")
     if state.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path}: format_version must be {FORMAT_VERSION}, got "
@@ -120,6 +135,7 @@ class Checkpointer:
         operative_config: text of the run's settings, kept in every checkpoint.
         keep_last: number of newest checkpoints that stay, None for all. The best ones that they
             name stay beside them.
+        timeout_seconds: longest wait for another rank while saving.
     """
 
     def __init__(
@@ -131,6 +147,7 @@ class Checkpointer:
         description: Mapping[str, Any],
         operative_config: str,
         keep_last: int | None,
+        timeout_seconds: float = 600.0,
     ) -> None:
         self._world = world
         self._model = model
@@ -138,6 +155,13 @@ class Checkpointer:
         self._description = dict(description)
         self._operative_config = operative_config
         self._keep_last = keep_last
+        timeout = timedelta(seconds=timeout_seconds)
+        is_alone = world.world_size == 1
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=timeout)
+        # On a GPU the copy keeps its page-locked memory: to allocate it takes longer than to fill.
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=world.device.type == "cuda")
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
 
     def save(
         self,
@@ -146,38 +170,73 @@ class Checkpointer:
         *,
         run: Path,
         data_state: Mapping[str, Any],
-        early_stopping: Mapping[str, Any] | None = None,
-        num_skipped: int = 0,
+        further: Mapping[str, Any] | None = None,
+        in_background: bool = False,
     ) -> Path:
         """Writes ``folder/step-N`` and drops the oldest ones there; collective.
 
+        Args:
+            run: the run folder it belongs to.
+            data_state: position of the training data.
+            further: host-side state of this step, plain numbers and text.
+            in_background: come back once everything is copied; ``wait`` says how it went.
+
         Raises:
-            CheckpointError: it could not be written, the same on every rank.
+            CheckpointError: it, or the one before, could not be written; the same on every rank.
         """
+        self.wait()
         final = folder / checkpoint_name(step)
-        aside = folder / f".writing-{final.name}"
         state = {
             "format_version": FORMAT_VERSION,
             "step": step,
             "run": str(run.resolve()),
             "data": dict(data_state),
-            "early_stopping": early_stopping,
-            "num_skipped": num_skipped,
+            **(further or {}),
             "world_size": self._world.world_size,
             "device_type": self._world.device.type,
-            "torch_version": torch.__version__,
+            "versions": _versions(),
             **self._description,
         }
+        tensors = as_whole(self._model, self._tensors()) | fp8_tensors(self._model)
+        if in_background:
+            copied = self._stager.stage(tensors)
+            self._pending = self._writer.submit(self._write, copied, final, state)
+        else:
+            self._write(tensors, final, state)
+        return final
+
+    def wait(self) -> None:
+        """Until the save in the background, if there is one, is published; collective.
+
+        Raises:
+            CheckpointError: it could not be written, the same on every rank.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Ends the thread; a save that it is at is finished first, and only told if it fails."""
         try:
-            self._on_main(lambda: _prepare(folder, aside), final)
-            tensors = as_whole(self._model, self._tensors()) | fp8_tensors(self._model)
-            self._agreed(lambda: dcp.save(tensors, checkpoint_id=str(aside)), final)
+            self.wait()
+        except RuntimeError as error:
+            logger.error("the last save failed: %s", error)
+        self._writer.shutdown()
+
+    def _write(self, tensors: dict[str, Any], final: Path, state: dict[str, Any]) -> None:
+        """Writes aside and publishes; in the background the part that does not touch the model."""
+        aside = final.with_name(f".writing-{final.name}")
+        try:
+            self._on_main(lambda: _prepare(final.parent, aside), final)
+            self._agreed(
+                lambda: dcp.save(tensors, checkpoint_id=str(aside), process_group=self._group),
+                final,
+            )
             self._on_main(lambda: self._publish(aside, final, state), final)
         except CheckpointError:
             if self._world.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
-        return final
 
     def _on_main(self, action: Callable[[], object], final: Path) -> None:
         self._agreed(action if self._world.is_main else lambda: None, final)
@@ -192,7 +251,7 @@ class Checkpointer:
         failures: list[str] = [failure]
         if self._world.world_size > 1:
             failures = [""] * self._world.world_size
-            dist.all_gather_object(failures, failure)
+            dist.all_gather_object(failures, failure, group=self._group)
         cause = next((text for text in failures if text), None)
         if cause is not None:
             newest = latest_checkpoint(final.parent)
@@ -204,12 +263,19 @@ class Checkpointer:
 
     def _publish(self, aside: Path, final: Path, state: dict[str, Any]) -> None:
         (aside / CONFIG_NAME).write_text(self._operative_config, encoding="utf-8")
-        state["files"] = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+        files = sorted(aside.iterdir())
+        state["files"] = {path.name: path.stat().st_size for path in files}
+        state["crc32"] = {path.name: _crc32(path) for path in files}
         (aside / _STATE_NAME).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        # The other files were synced as they were written. After a power failure a name must not
+        # be there without what it stands for.
+        for path in (aside / CONFIG_NAME, aside / _STATE_NAME, aside):
+            _sync(path)
         replaced = final.with_name(f".replaced-{final.name}")
         if final.exists():
             final.rename(replaced)
         aside.rename(final)
+        _sync(final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
         _link_best(final.parent, best_of(state))
         if self._keep_last is not None:
@@ -227,7 +293,10 @@ class Checkpointer:
         best = {best_of(found) for path, found in states.items() if path not in old and found}
         for path in old:
             if path.name not in best:
-                shutil.rmtree(path, ignore_errors=True)
+                # By one renaming: a kill in between must not leave half of it under its name.
+                dropped = path.with_name(f".dropped-{path.name}")
+                path.rename(dropped)
+                shutil.rmtree(dropped, ignore_errors=True)
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
         """Restores weights, optimizers and this rank's RNG stream; returns the host-side state.
@@ -239,6 +308,7 @@ class Checkpointer:
             ValueError: see ``read_state``; RuntimeError: files that are damaged or do not fit.
         """
         state = read_state(checkpoint)
+        _check_contents(checkpoint, state)
         tensors = self._tensors()
         here = (self._world.world_size, self._world.device.type)
         if (state["world_size"], state["device_type"]) != here:
@@ -273,7 +343,7 @@ def load_weights(model: DistributedModelParallel, checkpoint: Path) -> None:
     Raises:
         ValueError: see ``read_state``; RuntimeError: a weight is missing or has another shape.
     """
-    read_state(checkpoint)
+    _check_contents(checkpoint, read_state(checkpoint))
     load_with_fp8(model, {"model": model.state_dict()}, checkpoint)
 
 
@@ -317,7 +387,7 @@ def _state_of_run(checkpoint: Path, run: Path) -> dict[str, Any] | None:
 
 def _prepare(folder: Path, aside: Path) -> None:
     """Makes the folder to write into; puts right what a save that was killed has left."""
-    for leftover in folder.glob(".writing-step-*"):
+    for leftover in (*folder.glob(".writing-step-*"), *folder.glob(".dropped-step-*")):
         shutil.rmtree(leftover, ignore_errors=True)
     for replaced in folder.glob(".replaced-step-*"):
         final = folder / replaced.name.removeprefix(".replaced-")
@@ -326,6 +396,50 @@ def _prepare(folder: Path, aside: Path) -> None:
         else:
             replaced.rename(final)
     aside.mkdir(parents=True)
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _check_contents(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Holds the files against their checksums, each rank its share; collective.
+
+    Raises:
+        RuntimeError: naming a file that was changed since it was written; on every rank.
+    """
+    expected: dict[str, int] = state.get("crc32", {})  # not in checkpoints of before
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = sorted(expected)[rank::world_size]
+    changed = [name for name in own if _crc32(checkpoint / name) != expected[name]]
+    of_ranks: list[list[str]] = [changed]
+    if world_size > 1:
+        of_ranks = [[] for _ in range(world_size)]
+        dist.all_gather_object(of_ranks, changed)
+    if found := [name for names in of_ranks for name in names]:
+        raise RuntimeError(
+            f"{checkpoint} cannot be loaded (the contents of {found[0]} are not what was written); "
+            "name another checkpoint"
+        )
+
+
+def _sync(path: Path) -> None:
+    """Puts a file, or a folder's list of names, on permanent storage."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _versions() -> dict[str, str]:
+    """Of what wrote a checkpoint: for a reader who finds that figures have changed since."""
+    packages = ("torch", "torchrec", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
 def _rng(device: torch.device) -> torch.Tensor:

@@ -20,6 +20,7 @@ from model.trunk import Trunk
 from modules.linear.engine import LinearEngine
 from modules.linear.parallel import split_dim_of
 from modules.linear.state import fp8_state_dict, load_fp8_state_dict
+from training.checkpoint_reader import TensorReader
 from training.sharding import drop_cached_rows
 
 logger = logging.getLogger(__name__)
@@ -77,9 +78,10 @@ def load_with_fp8(model: nn.Module, tensors: dict[str, Any], checkpoint: Path) -
         RuntimeError: a tensor is missing or has another shape, or a file is damaged.
     """
     try:
-        state = _fp8_of(checkpoint)
+        reader = TensorReader(checkpoint)
+        state = _fp8_of(reader)
         whole = as_whole(model, tensors)
-        dcp.load(whole | ({_FP8: state} if state else {}), checkpoint_id=str(checkpoint))
+        dcp.load(whole | ({_FP8: state} if state else {}), storage_reader=reader)
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
         raise RuntimeError(
             f"{checkpoint} cannot be loaded ({cause_of(error)}); its files are damaged or belong "
@@ -90,9 +92,9 @@ def load_with_fp8(model: nn.Module, tensors: dict[str, Any], checkpoint: Path) -
     _tell(model, state, checkpoint)
 
 
-def _fp8_of(checkpoint: Path) -> dict[str, Tensor]:
+def _fp8_of(reader: TensorReader) -> dict[str, Tensor]:
     """Empty tensors for all FP8 state that a checkpoint holds."""
-    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = reader.read_metadata().state_dict_metadata
     return {
         name.removeprefix(f"{_FP8}."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in saved.items()

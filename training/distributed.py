@@ -3,10 +3,13 @@
 import logging
 import os
 import socket
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,10 +66,17 @@ def process_group(*, timeout_seconds: float = 600.0) -> Iterator[World]:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     os.environ.update(environment)
+    timeout = timedelta(seconds=timeout_seconds)
+    arguments: dict[str, Any] = {}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        fresh = fresh_store(store, rank=rank, world_size=world_size, timeout=timeout)
+        arguments = {"store": fresh, "rank": rank, "world_size": world_size}
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
+        **arguments,
     )
     try:
         yield World(
@@ -78,6 +88,40 @@ def process_group(*, timeout_seconds: float = 600.0) -> Iterator[World]:
         )
     finally:
         dist.destroy_process_group()
+
+
+def fresh_store(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The part of a launcher's store that these processes have to themselves; collective.
+
+    torchrun's agent keeps its store when it restarts the processes, addresses of the dead ones
+    included, and those would be connected to. Neither its count of restarts (each host has its
+    own) nor a key of fixed name tells old from new. So each rank asks under a name of its own, and
+    rank 0 answers everyone until all have said that they know its name.
+
+    Raises:
+        RuntimeError: the other ranks do not come within the time.
+    """
+    own = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"ask/{rank}", own)
+        store.wait([f"answer/{own}"], timeout)
+        name = store.get(f"answer/{own}").decode()
+        store.set(f"known/{name}/{rank}", "")
+        return dist.PrefixStore(name, store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    absent = set(range(1, world_size))
+    while absent := {one for one in absent if not store.check([f"known/{own}/{one}"])}:
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"ranks {sorted(absent)} did not come within TrainerArgs."
+                f"process_group_timeout_seconds = {timeout.total_seconds():g}; see why they did "
+                "not start, or allow more time"
+            )
+        for one in absent:
+            if store.check([f"ask/{one}"]):
+                store.set(f"answer/{store.get(f'ask/{one}').decode()}", own)
+        time.sleep(0.01)
+    return dist.PrefixStore(own, store)
 
 
 def _launcher_environment() -> dict[str, str]:

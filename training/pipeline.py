@@ -41,6 +41,23 @@ class Pipeline(Protocol):
         """Gives the model back in its plain form, for evaluation, until the next ``progress``."""
 
 
+class Segment:
+    """The batches of a segment, unless it is cut short: then what a pipeline holds is the rest."""
+
+    def __init__(self, batches: Iterator[SequenceBatch]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[SequenceBatch]:
+        return self
+
+    def __next__(self) -> SequenceBatch:
+        return next(self._batches)
+
+    def cut(self) -> None:
+        """Ends it before the next batch."""
+        self._batches = iter(())
+
+
 class SequentialPipeline:
     """``pipeline_type = "none"``: copy a batch to the device, step, repeat."""
 

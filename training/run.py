@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from configs.schema import ExperimentArgs
+from training.signals import INTERRUPTED, TERMINATED, EndedBySignalError, save_requests
 from training.startup import (
     check_built,
     check_checkpoints,
@@ -42,6 +43,7 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from training.distributed import process_group
+    from training.restart import resumed_after_restart
     from training.telemetry import set_up_logging
     from training.trainer import Trainer
 
@@ -54,13 +56,16 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
                 set_up_logging(is_main=world.is_main)
                 checked = _without_start(experiment) if evaluate is not None else experiment
                 check_machine(checked, device_type=world.device.type)
-                trainer = Trainer(checked, world=world)
+                if evaluate is None:
+                    checked = resumed_after_restart(checked, world=world)
+                trainer = Trainer(checked, world=world, trains=evaluate is None)
                 if evaluate is not None:
                     for fold, figures in trainer.evaluate_checkpoint(Path(evaluate)).items():
                         _tell(world.is_main, experiment, figures, split=fold, run=evaluate)
                     return
-            with _told_in_one_line():
-                figures = trainer.fit()
+            limit_seconds = experiment.trainer.ckpt_signal_seconds
+            with _told_in_one_line(), save_requests(limit_seconds=limit_seconds) as requests:
+                figures = trainer.fit(requests)
             _tell(world.is_main, experiment, figures, split="test", run=str(trainer.folder))
 
     launched()
@@ -105,6 +110,17 @@ def _told_in_one_line() -> Iterator[None]:
     """Turns what we refuse, and what the system refuses us, into one line and exit status 1."""
     try:
         yield
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(
+                "error: interrupted; go on from the newest checkpoint, if one was saved, with "
+                "--resume latest (SIGTERM saves first, SIGUSR1 saves and goes on)\n"
+            )
+        raise SystemExit(INTERRUPTED) from None
+    except EndedBySignalError as ended:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"{ended}\n")
+        raise SystemExit(TERMINATED) from None
     except (ValueError, RuntimeError, OSError) as error:
         if not isinstance(error, OSError) and not _is_raised_by_us(error):
             raise  # a fault inside torch, say: its traceback is what helps

@@ -77,16 +77,19 @@ def resumed_checkpoint(experiment: ExperimentArgs) -> Path:
     assert resume is not None
     if resume != "latest":
         return Path(resume)
-    wanted = Path(experiment.output_dir)
-    runs = list(itertools.takewhile(Path.exists, _numbered(wanted)))
-    for run in reversed(runs):
+    for run in reversed(run_folders(experiment)):
         found = latest_checkpoint(checkpoint_folder(experiment, run), run=run)
         if found is not None:
             return found
     raise ValueError(
-        f"TrainerArgs.resume = 'latest' needs a complete checkpoint of a run in {wanted}, got "
-        "none; start without resume, or name a checkpoint folder"
+        f"TrainerArgs.resume = 'latest' needs a complete checkpoint of a run in "
+        f"{experiment.output_dir}, got none; start without resume, or name a checkpoint folder"
     )
+
+
+def run_folders(experiment: ExperimentArgs) -> list[Path]:
+    """The folders of all runs with this name so far, the oldest first."""
+    return list(itertools.takewhile(Path.exists, _numbered(Path(experiment.output_dir))))
 
 
 def folder_to_resume_in(checkpoint: Path, experiment: ExperimentArgs) -> Path | None:

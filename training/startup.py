@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from configs.schema import BenchmarkDatasetArgs, DynamicEmbeddingArgs, ExperimentArgs
-from data.manifest import check_tables, find_dataset, read_manifest
+from data.manifest import check_contents, check_tables, find_dataset, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ def check_data(experiment: ExperimentArgs) -> None:
         return
     folder = find_dataset(dataset.dataset_name, dataset.dataset_path)
     manifest = read_manifest(folder, dataset_name=dataset.dataset_name)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host: it reads all of the files
+        check_contents(folder, manifest)
     check_tables(manifest, manifest.vocab_sizes | _rows_by_feature(experiment))
 
 
@@ -157,13 +159,20 @@ def check_checkpoints(experiment: ExperimentArgs, *, evaluate: str | None) -> No
     named = {"--evaluate": evaluate}
     if evaluate is None:
         named["TrainerArgs.ckpt_load_dir"] = trainer.ckpt_load_dir
-        named["TrainerArgs.resume"] = None if trainer.resume == "latest" else trainer.resume
+        # A restarted job goes on from what it has saved since (`training.restart`).
+        is_named = trainer.resume != "latest" and not is_restarted()
+        named["TrainerArgs.resume"] = trainer.resume if is_named else None
     for field, path in named.items():
         if path is not None and not (Path(path) / "state.json").is_file():
             raise ValueError(
                 f"{field} must name a folder checkpoints/step-N of a run, got {path!r}, which has "
                 "no state.json; correct the path"
             )
+
+
+def is_restarted() -> bool:
+    """Whether torchrun --max-restarts has started the processes of this job before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def check_folders(experiment: ExperimentArgs) -> None:

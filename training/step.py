@@ -39,9 +39,13 @@ from training.fp8_step import Fp8Step
 from training.grid import Grid, SummedGradients
 from training.nonfinite import NonFiniteError, SkipBudget
 from training.optimizer import RunOptimizer
+from training.signals import Request, SaveRequests
 from training.trace import WAIT_NAME
 
 logger = logging.getLogger(__name__)
+
+# In the rows of `TrainStep._figures`.
+_REQUEST_COLUMN = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,7 @@ class StepResult:
         is_skipped: it was not finite and has changed nothing.
         ideal_seconds: what its matrix products would take at peak, summed over ranks; 0 where
             nobody asked.
+        request: the most that was asked of any rank by a signal before this step.
     """
 
     step: int
@@ -71,6 +76,7 @@ class StepResult:
     num_skipped: int = 0
     is_skipped: bool = False
     ideal_seconds: float = 0.0
+    request: Request = Request.NONE
 
 
 class TrainStep:
@@ -87,6 +93,7 @@ class TrainStep:
         ideal_seconds: of this rank's share of a batch, at the device's peak; None = not counted.
         grid: how ranks share a model; None = each has its own. The ranks of a group get the same
             batch, and each counts for 1 / size of it.
+        requests: what signals ask of this process.
 
     After a step that was watched, ``fp8_operands`` says what the cast did to them over all ranks.
     """
@@ -103,6 +110,7 @@ class TrainStep:
         fp8_watch_interval: int | None = None,
         ideal_seconds: Callable[[SequenceBatch], float] | None = None,
         grid: Grid | None = None,
+        requests: SaveRequests | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -114,6 +122,7 @@ class TrainStep:
         self._num_copies = 1 if grid is None else grid.tensor_size
         self._fp8 = Fp8Step(model.trunk, watch_interval=fp8_watch_interval)
         self._ideal_seconds = ideal_seconds
+        self._requests = requests or SaveRequests()
         self.budget = budget or SkipBudget()
         self.num_steps = num_steps
         self.fp8_operands: tuple[OperandFigures, ...] = ()
@@ -156,7 +165,7 @@ class TrainStep:
         if meanwhile is not None:
             meanwhile()
         figures = finite_flag_wait(rows_of_ranks)
-        loss, _, cut_square, labels, tokens, samples, *ideal = (
+        loss, _, cut_square, labels, tokens, samples, _, *ideal = (
             sum(column) for column in zip(*(row[1:] for row in figures), strict=True)
         )
         is_skipped = not all(math.isfinite(value) for row in figures for value in row)
@@ -181,6 +190,7 @@ class TrainStep:
             num_skipped=self.budget.num_skipped,
             is_skipped=is_skipped,
             ideal_seconds=float(sum(ideal)),
+            request=Request(int(max(row[_REQUEST_COLUMN] for row in figures))),
         )
 
     def _update(
@@ -262,7 +272,7 @@ class TrainStep:
         Columns: own health (not finite if this rank's loss, gradients or FP8 maxima are not,
         before any mixing of ranks), loss sum, squared norm of the summed dense gradients that all
         ranks have, this rank's share of the other squares (gradients at the cut, parts of dense
-        ones), labels, tokens, samples, ideal seconds if they are counted.
+        ones), labels, tokens, samples, request, ideal seconds if they are counted.
         """
         loss_sum = loss_sum.double()
         cut_square = _square_sum(at_cut, like=loss_sum)
@@ -279,7 +289,7 @@ class TrainStep:
                 num_replicas = dist.get_world_size() // self._num_copies
                 part_square = _square_sum(parts, like=loss_sum)
                 cut_square = cut_square * self._num_copies + part_square / num_replicas
-        counts: list[float] = [batch.num_tokens, batch.num_samples]
+        counts: list[float] = [batch.num_tokens, batch.num_samples, self._requests.take()]
         if self._ideal_seconds is not None:
             counts.append(self._ideal_seconds(batch))
         row = torch.stack(

@@ -3,6 +3,7 @@
 Only rank 0 writes.
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -56,6 +57,39 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Interval:
+    """What the next training record will say of the steps since the last one."""
+
+    num_steps: int = 0
+    num_taken: int = 0
+    loss_sum: float = 0.0
+    num_labels: int = 0
+    num_tokens: int = 0
+    num_samples: int = 0
+    ideal_seconds: float = 0.0
+    seconds: float = 0.0
+    last_step: int = 0
+    learning_rate: float = 0.0
+    grad_norm: float | None = None
+    num_skipped: int = 0
+
+    def add(self, result: StepResult, *, seconds: float) -> None:
+        self.num_steps += 1
+        self.num_tokens += result.num_tokens
+        self.num_samples += result.num_samples
+        self.ideal_seconds += result.ideal_seconds
+        self.seconds += seconds
+        self.last_step = result.step
+        self.learning_rate = result.learning_rate
+        self.num_skipped = result.num_skipped
+        if not result.is_skipped:
+            self.num_taken += 1
+            self.loss_sum += result.loss * result.num_labels
+            self.num_labels += result.num_labels
+            self.grad_norm = result.grad_norm
+
+
 class Telemetry:
     """Records of a run; a context manager that closes its files.
 
@@ -68,6 +102,7 @@ class Telemetry:
             the file tells one story.
         names_best: final figures carry ``best_step``, which tells them from a validation after
             the last step.
+        state: of ``state_dict`` after ``first_step``.
     """
 
     def __init__(
@@ -78,12 +113,12 @@ class Telemetry:
         num_steps: int,
         first_step: int = 0,
         names_best: bool = False,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         self._world = world
         self._num_steps = num_steps
         self._folder = folder
-        self._interval: list[StepResult] = []
-        self._seconds = 0.0
+        self._interval = _Interval(**(state or {}))
         self._progress: Progress | None = None
         if not world.is_main:
             return
@@ -128,8 +163,7 @@ class Telemetry:
 
     def step(self, result: StepResult, *, seconds: float) -> None:
         """Takes in a training step and the wall time it took."""
-        self._interval.append(result)
-        self._seconds += seconds
+        self._interval.add(result, seconds=seconds)
         if self._progress is not None:
             self._progress.update(
                 self._task, completed=result.step, figures=f"loss {result.loss:.4f}"
@@ -141,27 +175,29 @@ class Telemetry:
         mfu is there where the device's peak is known (`training.flops`), num_skipped once a step
         of the run was skipped.
         """
-        if not self._interval:
+        done = self._interval
+        if done.num_steps == 0:
             return
-        steps, seconds = self._interval, max(self._seconds, 1e-9)
-        taken = [step for step in steps if not step.is_skipped]
-        num_labels = sum(step.num_labels for step in taken)
-        loss_sum = sum(step.loss * step.num_labels for step in taken) if taken else math.nan
+        seconds = max(done.seconds, 1e-9)
         figures = {
-            "loss": loss_sum / max(num_labels, 1),
-            "tokens_per_s": sum(step.num_tokens for step in steps) / seconds,
-            "samples_per_s": sum(step.num_samples for step in steps) / seconds,
-            "lr": steps[-1].learning_rate,
-            "grad_norm": taken[-1].grad_norm if taken else math.nan,
+            "loss": done.loss_sum / max(done.num_labels, 1) if done.num_taken else math.nan,
+            "tokens_per_s": done.num_tokens / seconds,
+            "samples_per_s": done.num_samples / seconds,
+            "lr": done.learning_rate,
+            "grad_norm": math.nan if done.grad_norm is None else done.grad_norm,
             "peak_mem_bytes": peak_memory_bytes(self._world.device),
         }
-        ideal_seconds = sum(step.ideal_seconds for step in steps)
-        if ideal_seconds > 0:
-            figures["mfu"] = ideal_seconds / self._world.world_size / seconds
-        if steps[-1].num_skipped > 0:
-            figures["num_skipped"] = steps[-1].num_skipped
-        self._interval, self._seconds = [], 0.0
-        self.record(steps[-1].step, "train", figures)
+        if done.ideal_seconds > 0:
+            figures["mfu"] = done.ideal_seconds / self._world.world_size / seconds
+        if done.num_skipped > 0:
+            figures["num_skipped"] = done.num_skipped
+        self._interval = _Interval()
+        self.record(done.last_step, "train", figures)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps that no record tells of yet, plain numbers: a checkpoint between two records
+        must not cost the next one half of its steps."""
+        return dataclasses.asdict(self._interval)
 
     def record_operands(self, step: int, operands: Sequence[OperandFigures]) -> None:
         """Writes a line to fp8.jsonl for each operand of each FP8 linear, and to TensorBoard."""

@@ -6,7 +6,9 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,6 @@ from torch.profiler import record_function
 
 from configs.loader import experiment_to_gin
 from configs.schema import ExperimentArgs
-from data.batch import SequenceBatch
 from data.loader import Datasets
 from model.build import build_model
 from modules.linear.engine import LinearEngine
@@ -36,9 +37,10 @@ from training.fp8_step import weights_held
 from training.grid import make_grid
 from training.nonfinite import SkipBudget
 from training.optimizer import RunOptimizer, fuse_table_optimizer, resolve_table_optimizer
-from training.pipeline import Pipeline, build_pipeline
+from training.pipeline import Pipeline, Segment, build_pipeline
 from training.precision import fp8_autocast
 from training.profile import StepProfiler
+from training.restart import launchers, note_launchers
 from training.run_folder import (
     checkpoint_folder,
     claim_new_folder,
@@ -53,11 +55,22 @@ from training.same_model import (
     check_same_scale,
 )
 from training.sharding import initialize_dense, initialize_tables, shard_tables
+from training.signals import EndedBySignalError, Request, SaveRequests
+from training.stall_watch import StallWatch
 from training.step import TrainStep
 from training.telemetry import Telemetry
 from training.trace import STEP_NAME
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tools:
+    """What looks at the steps of a run."""
+
+    telemetry: Telemetry
+    profiler: StepProfiler
+    watch: StallWatch
 
 
 class Trainer:
@@ -66,13 +79,14 @@ class Trainer:
     Args:
         experiment: settings, already checked.
         world: this process among those of the run.
+        trains: False = only ``evaluate_checkpoint`` is wanted; there is no optimizer then.
 
     Raises:
         ValueError, RuntimeError, NotImplementedError: what only shows with data and hardware at
             hand; nothing has been written then.
     """
 
-    def __init__(self, experiment: ExperimentArgs, *, world: World) -> None:
+    def __init__(self, experiment: ExperimentArgs, *, world: World, trains: bool = True) -> None:
         self.experiment, self.world = experiment, world
         trainer = experiment.trainer
         self.grid = make_grid(
@@ -97,12 +111,19 @@ class Trainer:
         )
         initialize_dense(model.trunk, seed=trainer.seed)  # on the CPU: the same on any device
         model.trunk.to(world.device)
-        fuse_table_optimizer(model.tables, experiment.optimizer, device_type=world.device.type)
+        if trains:
+            fuse_table_optimizer(model.tables, experiment.optimizer, device_type=world.device.type)
         self.model = shard_tables(model, specs, world=world, trainer=trainer)
         initialize_tables(self.model, seed=trainer.seed, std=experiment.network.embedding_init_std)
         self.evaluator = build_evaluator(
             experiment, self.model, self.datasets, world=world, group=self.grid.data_group
         )
+        if trains:
+            self._prepare_training()
+
+    def _prepare_training(self) -> None:
+        experiment, world = self.experiment, self.world
+        trainer = experiment.trainer
         # Replicas start equal; dropout must differ between ranks, or they repeat each other. Ranks
         # that share a model draw alike.
         torch.manual_seed(trainer.seed * 1_000_003 + self.grid.data.rank)
@@ -114,8 +135,10 @@ class Trainer:
             description={"optimizers": self._optimizers(), "datasets": self._fingerprints()},
             operative_config=experiment_to_gin(experiment),
             keep_last=trainer.ckpt_keep_last,
+            timeout_seconds=trainer.process_group_timeout_seconds,
         )
         self.skips = SkipBudget.of(trainer)
+        self._unrecorded: dict[str, Any] = {}
         self.first_step = self._restore()
         if self.early_stopping is not None:
             self.early_stopping.check(self.evaluate("validation", max_batches=1))
@@ -174,6 +197,7 @@ class Trainer:
             self.early_stopping.load_state_dict(state.get("early_stopping"))
             self._check_best(self.checkpoint)
         self.skips.num_skipped = state.get("num_skipped", 0)
+        self._unrecorded = state.get("telemetry", {})
         self.checkpointer.load(self.checkpoint)
         logger.info("resumed %s after step %d", self.checkpoint, state["step"])
         return int(state["step"])
@@ -221,20 +245,24 @@ class Trainer:
         with torch.no_grad(), fp8_autocast(recipe), weights_held(engines):
             return self.evaluator(self.loaders[fold], max_batches=max_batches)
 
-    def fit(self) -> dict[str, float]:
+    def fit(self, requests: SaveRequests | None = None) -> dict[str, float]:
         """Trains to the last step, saves, and returns the figures of the test fold.
 
         With early stopping they are those of the best weights, which the model then holds, and
         ``best_step`` is one of them.
 
+        Args:
+            requests: to save, or to save and end, between steps.
+
         Raises:
+            EndedBySignalError: it was asked to end; a checkpoint is written.
             NonFiniteError: at a step that is not finite, before it changed anything: the first, or
                 with ``nonfinite_policy = "skip"`` the first after the budget.
             CheckpointError: a checkpoint could not be written.
             RuntimeError: the run folder cannot be used.
         """
         trainer = self.experiment.trainer
-        step = self._train_step()
+        step = self._train_step(requests)
         pipeline = build_pipeline(
             trainer.pipeline_type,
             step,
@@ -244,31 +272,44 @@ class Trainer:
         )
         self.model.train()
         with ExitStack() as stack:
+            stack.callback(self.checkpointer.close)
             folder = self._open_folder(stack)
-            telemetry = stack.enter_context(
-                Telemetry(
-                    folder,
-                    world=self.world,
-                    num_steps=self.first_step if self._has_stopped else self.num_steps,
-                    first_step=self.first_step,
-                    names_best=self.early_stopping is not None,
-                )
-            )
-            profiler = stack.enter_context(
-                StepProfiler(trainer, folder, world=self.world, first_step=self.first_step)
-            )
-            for last_step, segment in self._segments():
-                self._run_segment(segment, pipeline, step, telemetry=telemetry, profiler=profiler)
-                if step.num_steps != last_step:
+            tools = self._tools(folder, stack)
+            for last_step, segment in self._segments(step):
+                request = self._run_segment(segment, pipeline, step, tools)
+                if step.num_steps != last_step and not request:
                     raise RuntimeError(
                         f"the data ended after step {step.num_steps}, where batches up to step "
                         f"{last_step} were due; a data set must not raise StopIteration"
                     )
                 pipeline.detach()
-                self._after_segment(step.num_steps, telemetry)
-            return self._finish(step.num_steps, telemetry)
+                self._after_segment(step.num_steps, tools.telemetry, request)
+            return self._finish(step.num_steps, tools.telemetry)
 
-    def _train_step(self) -> TrainStep:
+    def _tools(self, folder: Path, stack: ExitStack) -> "_Tools":
+        trainer = self.experiment.trainer
+        telemetry = Telemetry(
+            folder,
+            world=self.world,
+            num_steps=self.first_step if self._has_stopped else self.num_steps,
+            first_step=self.first_step,
+            names_best=self.early_stopping is not None,
+            state=self._unrecorded,
+        )
+        profiler = StepProfiler(trainer, folder, world=self.world, first_step=self.first_step)
+        watch = StallWatch(
+            folder,
+            rank=self.world.rank,
+            slow_seconds=trainer.slow_step_seconds,
+            end_seconds=trainer.process_group_timeout_seconds,
+        )
+        return _Tools(
+            telemetry=stack.enter_context(telemetry),
+            profiler=stack.enter_context(profiler),
+            watch=stack.enter_context(watch),
+        )
+
+    def _train_step(self, requests: SaveRequests | None = None) -> TrainStep:
         return TrainStep(
             self.model.module,
             self.optimizer,
@@ -281,39 +322,38 @@ class Trainer:
                 self.model.module.trunk, self.experiment, device=self.world.device
             ),
             grid=self.grid,
+            requests=requests,
         )
 
     def _run_segment(
-        self,
-        segment: Iterator[SequenceBatch],
-        pipeline: Pipeline,
-        step: TrainStep,
-        *,
-        telemetry: Telemetry,
-        profiler: StepProfiler,
-    ) -> None:
+        self, segment: Segment, pipeline: Pipeline, step: TrainStep, tools: "_Tools"
+    ) -> Request:
+        """Runs the segment's steps; returns what a signal asked for, which cuts it short."""
+        asked = Request.NONE
         while True:
-            with record_function(STEP_NAME):
+            with record_function(STEP_NAME), tools.watch.step(step.num_steps + 1):
                 begin = time.perf_counter()
                 try:
                     result = pipeline.progress(segment)
                 except StopIteration:
-                    return
-                telemetry.step(result, seconds=time.perf_counter() - begin)
-            telemetry.record_operands(result.step, step.fp8_operands)
-            profiler.step(result.step)
+                    return asked
+                tools.telemetry.step(result, seconds=time.perf_counter() - begin)
+            tools.telemetry.record_operands(result.step, step.fp8_operands)
+            tools.profiler.step(result.step)
             is_last = result.step == self.num_steps
             if result.step % self.experiment.trainer.log_interval == 0 or is_last:
-                telemetry.log_training()
+                tools.telemetry.log_training()
+            if result.request:
+                asked = max(asked, result.request)
+                segment.cut()
 
-    def _segments(self) -> Iterator[tuple[int, Iterator[SequenceBatch]]]:
+    def _segments(self, step: TrainStep) -> Iterator[tuple[int, Segment]]:
         """Last step and batches up to the next evaluation, checkpoint or epoch end, repeatedly.
 
         The pipeline drains between segments: what was fetched was trained on.
         """
         loader = self.loaders["train"]
-        done = self.first_step
-        while done < self.num_steps and not self._has_stopped:
+        while (done := step.num_steps) < self.num_steps and not self._has_stopped:
             epoch, first_batch = loader.position
             if first_batch == loader.num_batches:
                 epoch, first_batch = epoch + 1, 0
@@ -322,8 +362,7 @@ class Trainer:
                 self.num_steps - done,
                 *(interval - done % interval for interval in self._intervals()),
             )
-            done += size
-            yield done, itertools.islice(loader.epoch(epoch, first_batch), size)
+            yield done + size, Segment(itertools.islice(loader.epoch(epoch, first_batch), size))
 
     def _intervals(self) -> list[int]:
         trainer = self.experiment.trainer
@@ -334,13 +373,28 @@ class Trainer:
     def _has_stopped(self) -> bool:
         return self.early_stopping is not None and self.early_stopping.is_over
 
-    def _after_segment(self, step: int, telemetry: Telemetry) -> None:
-        """Validates and saves where that is due after ``step``."""
-        interval = self.experiment.trainer.ckpt_save_interval
+    def _after_segment(self, step: int, telemetry: Telemetry, request: Request) -> None:
+        """Validates and saves where that is due after ``step``, or asked for.
+
+        Raises:
+            EndedBySignalError: the run was asked to end before its last step.
+        """
+        trainer = self.experiment.trainer
+        interval = trainer.ckpt_save_interval
         is_best = self._validate(step, telemetry)
         is_last = step == self.num_steps or self._has_stopped
-        if is_best or (is_last and interval != 0) or (interval and step % interval == 0):
-            self._save(step)
+        ends = request is Request.SAVE_AND_END and not is_last
+        kept = "TrainerArgs.ckpt_save_interval = 0 keeps no checkpoint"
+        if interval != 0 and (is_best or is_last or request or (interval and step % interval == 0)):
+            waits = is_last or ends or not trainer.ckpt_in_background
+            saved = self._save(step, telemetry, waits=waits)
+            kept = f"all of it is in {saved}, go on with --resume {saved}"
+        elif request:
+            logger.warning("nothing is saved: %s", kept)
+        if ends:
+            raise EndedBySignalError(
+                f"ended by SIGTERM after step {step} of {self.num_steps}: {kept}"
+            )
 
     def _validate(self, step: int, telemetry: Telemetry) -> bool:
         """Evaluates the validation fold where that is due; whether it was the best so far.
@@ -361,16 +415,20 @@ class Trainer:
         value = figures.get(stopping.metric, math.nan)
         return stopping.update(step, from_main(value, world=self.world), counts=is_regular)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, telemetry: Telemetry, *, waits: bool) -> Path:
         assert self.folder is not None
         stopping = self.early_stopping
-        self.checkpointer.save(
+        return self.checkpointer.save(
             checkpoint_folder(self.experiment, self.folder),
             step,
             run=self.folder,
             data_state=self.loaders["train"].state_dict(),
-            early_stopping=None if stopping is None else stopping.state_dict(),
-            num_skipped=self.skips.num_skipped,
+            further={
+                "early_stopping": None if stopping is None else stopping.state_dict(),
+                "num_skipped": self.skips.num_skipped,
+                "telemetry": telemetry.state_dict(),
+            },
+            in_background=not waits,
         )
 
     def _validates(self) -> bool:
@@ -381,6 +439,7 @@ class Trainer:
     def _finish(self, step: int, telemetry: Telemetry) -> dict[str, float]:
         """The final figures, over the whole folds, of the last or the best weights."""
         telemetry.log_training()
+        self.checkpointer.wait()
         best = self._load_best(step)
         if self._validates():
             telemetry.record(step, "validation", self.evaluate("validation") | best)
@@ -412,6 +471,7 @@ class Trainer:
     def _open_folder(self, stack: ExitStack) -> Path:
         """The run folder, made and locked by rank 0, known to all."""
         outcome: list[tuple[str, str]] = [("", "")]
+        names = launchers(world=self.world)
         if self.world.is_main:
             try:
                 if self.folder is None:
@@ -423,6 +483,7 @@ class Trainer:
                     experiment_to_gin(self.experiment), encoding="utf-8"
                 )
                 self._adopt_best(folder)
+                note_launchers(folder, names)
                 outcome = [(str(folder), "")]
             except (OSError, RuntimeError, ValueError) as error:
                 outcome = [("", str(error))]

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from data.manifest import MANIFEST_NAME, check_tables, find_dataset, read_manifest
+from data.manifest import (
+    MANIFEST_NAME,
+    check_contents,
+    check_tables,
+    find_dataset,
+    read_manifest,
+)
 from data.preprocess import preprocess
 from tests.data.conftest import FIXTURES, write_ml_100k
 
@@ -73,6 +79,18 @@ def test_a_cut_or_missing_file_is_refused(role, folder):
     path.unlink()
     with pytest.raises(ValueError, match=f"{facts.name} is missing"):
         read_manifest(folder)
+
+
+@pytest.mark.parametrize("role", ["events", "users"])
+def test_a_changed_byte_is_seen(role, folder):
+    manifest = read_manifest(folder)
+    check_contents(folder, manifest)
+    path = folder / manifest.files[role].name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{path.name} must have the sha256.*preprocess\.py"):
+        check_contents(folder, read_manifest(folder))
 
 
 def test_a_table_must_hold_the_highest_id(tmp_path):

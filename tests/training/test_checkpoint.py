@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.support.experiments import cpu_world, synthetic_experiment
@@ -296,3 +298,136 @@ def test_loading_drops_rows_that_are_cached(
     monkeypatch.setattr(lookup, "purge", lambda: purged.append(True))
     load_weights(trainer.model, saved)
     assert purged == [True]
+
+
+def test_a_changed_byte_is_seen_at_the_load(saved: Path, world: World) -> None:
+    (data,) = saved.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(RuntimeError, match=rf"cannot be loaded .the contents of {data.name}"):
+        resume(saved, world)
+
+
+class HeldBack:
+    """A save in the background that waits until it is told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go_on, self.has_begun = threading.Event(), threading.Event()
+        self._plain = dcp.save
+        monkeypatch.setattr("training.checkpoint.dcp.save", self.save)
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        self.has_begun.set()
+        assert self.may_go_on.wait(30)
+        return self._plain(*args, **kwargs)
+
+
+def test_a_save_in_the_background_holds_what_was_then(
+    run_folder: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(synthetic_experiment(run_folder), world=world)
+    before = full_state(trainer)
+    held = HeldBack(monkeypatch)
+    saved = trainer.checkpointer.save(
+        tmp_path, 1, run=tmp_path, data_state={"epoch": 0}, in_background=True
+    )
+    assert held.has_begun.wait(30)
+    for value in trainer.model.module.trunk.parameters():
+        value.data.fill_(7.0)
+    for name, value in trainer.model.state_dict().items():
+        for shard in getattr(value, "local_shards", list)():
+            assert name
+            shard.tensor.fill_(7.0)
+    assert latest_checkpoint(tmp_path) is None
+    held.may_go_on.set()
+    trainer.checkpointer.wait()
+    assert latest_checkpoint(tmp_path) == saved
+    load_weights(trainer.model, saved)
+    after = full_state(trainer)
+    assert_same(before, after)
+
+
+def test_one_save_waits_for_the_one_before(
+    run_folder: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So there is never more than one copy of the state in memory."""
+    trainer = Trainer(synthetic_experiment(run_folder), world=world)
+    held, done = HeldBack(monkeypatch), threading.Event()
+    trainer.checkpointer.save(tmp_path, 1, run=tmp_path, data_state={}, in_background=True)
+    held.has_begun.wait(30)
+
+    def second() -> None:
+        trainer.checkpointer.save(tmp_path, 2, run=tmp_path, data_state={}, in_background=True)
+        done.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert not done.wait(0.3)
+    held.may_go_on.set()
+    assert done.wait(30)
+    thread.join()
+    trainer.checkpointer.close()
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-00000001",
+        "step-00000002",
+    ]
+
+
+def test_a_failed_save_in_the_background_ends_the_run_at_the_next_one(
+    run_folder: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    plain = dcp.save
+
+    def full_disk(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr("training.checkpoint.dcp.save", full_disk)
+    experiment = synthetic_experiment(run_folder, trainer={"ckpt_save_interval": 1})
+    with pytest.raises(CheckpointError, match=r"step-00000002 could .*No space left.*-00000001"):
+        Trainer(experiment, world=world).fit()
+    assert len(calls) == 2
+    assert [path.name for path in (Path(run_folder) / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_both_ways_to_save_write_the_same(tmp_path: Path, world: World) -> None:
+    found = []
+    for waits in (True, False):
+        folder = tmp_path / str(waits)
+        settings = {"ckpt_save_interval": 2, "ckpt_in_background": not waits, "ckpt_keep_last": 9}
+        Trainer(synthetic_experiment(str(folder), trainer=settings), world=world).fit()
+        states = [read_state(path) for path in sorted((folder / "checkpoints").glob("step-*"))]
+        assert [state["step"] for state in states] == [2, 4, 6]
+        assert set(states[0]["versions"]) == {"python", "torch", "torchrec", "numpy"}
+        found.append([state["crc32"]["__0_0.distcp"] for state in states])
+    assert found[0] == found[1]
+
+
+def test_a_kill_while_an_old_one_is_dropped_leaves_no_half(
+    run_folder: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(synthetic_experiment(run_folder), world=world)
+    with monkeypatch.context() as killed:
+        killed.setattr("training.checkpoint.shutil.rmtree", lambda *args, **kwargs: None)
+        for step in (1, 2, 3):
+            trainer.checkpointer.save(tmp_path, step, run=tmp_path, data_state={})
+    assert (tmp_path / ".dropped-step-00000001").exists()
+    trainer.checkpointer.save(tmp_path, 4, run=tmp_path, data_state={})
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == [
+        "step-00000003",
+        "step-00000004",
+    ]
+
+
+def test_evaluation_builds_no_optimizer(saved: Path, world: World) -> None:
+    experiment = synthetic_experiment(str(saved.parent.parent), trainer={"max_train_iters": 1})
+    expected = Trainer(experiment, world=world).evaluate_checkpoint(saved)
+    alone = Trainer(experiment, world=world, trains=False)
+    assert alone.evaluate_checkpoint(saved) == expected
+    assert not hasattr(alone, "optimizer")
+    states = alone.model.fused_optimizer.state_dict()["state"]
+    assert not any(key for entries in states.values() for key in entries)

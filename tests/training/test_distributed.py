@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.commands import run_command
 from tests.support.two_ranks import TwoRanks
-from training.distributed import gather_rows, process_group
+from training.distributed import fresh_store, gather_rows, process_group
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -57,6 +60,33 @@ def test_plain_python_is_a_run_of_one_with_the_timeout_asked_for() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["0", "1", "cpu", "gloo", "7", "False"]
+
+
+def join(store: dist.Store, *, seconds: float = 20.0) -> list[dist.Store]:
+    """Three ranks that start together with a launcher's store."""
+
+    def one(rank: int) -> dist.Store:
+        timeout = timedelta(seconds=seconds)
+        return fresh_store(store, rank=rank, world_size=3, timeout=timeout)
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(one, range(3)))
+
+
+def test_restarted_ranks_share_a_store_without_what_dead_ones_left() -> None:
+    store = dist.HashStore()
+    store.set("ask/1", "of a rank that died before it was answered")
+    first = join(store)
+    first[0].set("address", "of a dead process")
+    again = join(store)
+    assert not again[1].check(["address"])
+    again[0].set("address", "here")
+    assert [one.get("address") for one in again] == [b"here"] * 3
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] did not come .*timeout_seconds = 0.1"):
+        fresh_store(dist.HashStore(), rank=0, world_size=3, timeout=timedelta(seconds=0.1))
 
 
 def _rows(rank: int, world_size: int) -> list[list[float]]:

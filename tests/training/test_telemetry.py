@@ -56,6 +56,28 @@ def test_a_training_record_weighs_steps_by_their_labels(tmp_path: Path) -> None:
     assert list(record)[:3] == ["step", "split", "loss"]
 
 
+def test_a_record_over_a_resume_is_that_of_a_straight_run(tmp_path: Path) -> None:
+    steps = [result(1, loss=0.1, num_labels=3), result(2, loss=0.7, num_labels=5)]
+    steps += [result(3, loss=1.3, num_labels=2)]
+    told = []
+    for name, cut in (("straight", 3), ("resumed", 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        with Telemetry(folder, world=cpu_world(), num_steps=3) as telemetry:
+            for step in steps[:cut]:
+                telemetry.step(step, seconds=0.5)
+            if cut == 3:
+                telemetry.log_training()
+            state = json.loads(json.dumps(telemetry.state_dict()))
+        if cut < 3:
+            with Telemetry(folder, world=cpu_world(), num_steps=3, state=state) as telemetry:
+                telemetry.step(steps[2], seconds=0.5)
+                telemetry.log_training()
+        (record,) = records(folder)
+        told.append({key: record[key] for key in record if key != "peak_mem_bytes"})
+    assert told[0] == told[1]
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     with Telemetry(tmp_path, world=cpu_world(1, 2), num_steps=1) as telemetry:
         telemetry.step(result(1, loss=1.0, num_labels=1), seconds=0.5)
