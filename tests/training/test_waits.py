@@ -45,7 +45,7 @@ def test_a_step_reads_its_figures_once(
     )
     with HiddenCopies():
         step(batch)
-    assert waited == [(1, 7)]
+    assert waited == [(1, 8)]
     assert all(value.grad is not None for value in rows.values())
     assert all(parameter.grad is not None for parameter in trunk.parameters())
 
@@ -78,7 +78,7 @@ def test_fp8_linears_read_nothing_more(
     with HiddenCopies():
         step(batch)
         step(batch)
-    assert waited == [(1, 8)] * 2
+    assert waited == [(1, 9)] * 2
     with pytest.raises(NotImplementedError, match="[Cc]annot copy out of meta tensor"):
         step(batch)
 
