@@ -45,18 +45,10 @@ def check_built(experiment: ExperimentArgs) -> None:
     Raises:
         NotImplementedError: naming the binding and the one that would run.
     """
-    trainer, dataset = experiment.trainer, experiment.dataset
-    precision, parallel = experiment.precision, experiment.parallel
+    trainer, dataset, parallel = experiment.trainer, experiment.dataset, experiment.parallel
     tables = dataset.embedding_args or ()
-    kernel_backend = experiment.network.kernel_backend
     dynamic = [table.table_name for table in tables if isinstance(table, DynamicEmbeddingArgs)]
     refusals = {
-        f"MixedPrecisionArgs.hstu_attn_quantization_mode = "
-        f"{precision.hstu_attn_quantization_mode!r} with NetworkArgs.kernel_backend = "
-        f"{kernel_backend!r}": (
-            precision.has_fp8_attention and kernel_backend in ("triton", "cutlass"),
-            "'bf16', or NetworkArgs.kernel_backend = 'pytorch' (emulated, slower than BF16)",
-        ),
         f"TensorModelParallelArgs.tensor_model_parallel_size = "
         f"{parallel.tensor_model_parallel_size}": (parallel.tensor_model_parallel_size > 1, "1"),
         "TrainerArgs.enable_balanced_shuffler = True": (trainer.enable_balanced_shuffler, "False"),
