@@ -1,20 +1,17 @@
-"""Cells of scripts/compare_precision.py: what is trained in which precision, and one such run."""
+"""Cells of scripts/compare_precision.py: what is trained in which precision, and their results."""
 
 import dataclasses
 import json
-import math
-import subprocess
-import tempfile
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from configs.loader import load_experiment
+from configs.precision_schema import RECOMMENDED_ATTENTION_MODE as _RECOMMENDED
 from configs.schema import ExperimentArgs
 
-_ROOT = Path(__file__).resolve().parents[1]
 _BF16 = "NetworkArgs.dtype_str = 'bfloat16'"
+_NO_LOOK = "TrainerArgs.eval_interval = 1000000000"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +21,38 @@ class Setting:
     task: Literal["ranking", "retrieval"]
     gin_file: str
     bindings: tuple[str, ...] = ()
+    num_looks: int = 0
+    """Evaluations of the validation fold on the way, for the plot."""
 
+
+_SEED_USER = (
+    "NetworkArgs.num_layers = 1",
+    "NetworkArgs.hidden_size = 128",
+    "NetworkArgs.num_attention_heads = 4",
+    "NetworkArgs.kv_channels = 128",
+)
+# validation events are held out, so that they can be looked at on the way
+_LOOKED_AT = "DatasetArgs.train_on_validation = False"
+# 16 users of 72 to 2078 events, most of them short: up to 4094 tokens each
+_LONG = (
+    "TrainerArgs.train_batch_size = 16",
+    "TrainerArgs.eval_batch_size = 32",
+    "TrainerArgs.max_eval_iters = 16",
+    "events/FeatureArgs.max_sequence_length = 2078",
+    "lengths/RandomDistribution.dist_type = 'zipf'",
+    "lengths/RandomDistribution.mean = None",
+    "lengths/RandomDistribution.std = None",
+    "lengths/RandomDistribution.alpha = 1.1",
+    "lengths/RandomDistribution.low = 72",
+    "BenchmarkDatasetArgs.max_num_candidates = 64",
+    "BenchmarkDatasetArgs.num_generated_batches = 300",
+    "NetworkArgs.num_layers = 2",
+    "NetworkArgs.hidden_size = 128",
+    "NetworkArgs.num_attention_heads = 2",
+    "NetworkArgs.kv_channels = 64",
+    "RankingArgs.prediction_head_arch = [64, 2]",
+    "OptimizerArgs.learning_rate = 1e-3",
+)
 
 SETTINGS: dict[str, Setting] = {
     "ml-100k": Setting(task="ranking", gin_file="movielens_ranking.gin", bindings=(_BF16,)),
@@ -34,19 +62,44 @@ SETTINGS: dict[str, Setting] = {
         gin_file="movielens_ranking.gin",
         bindings=(
             _BF16,
-            "NetworkArgs.num_layers = 1",
-            "NetworkArgs.hidden_size = 128",
-            "NetworkArgs.num_attention_heads = 4",
-            "NetworkArgs.kv_channels = 128",
+            *_SEED_USER,
         ),
     ),
     "retrieval": Setting(
         task="retrieval",
         gin_file="movielens_retrieval.gin",
-        bindings=(_BF16, "TrainerArgs.eval_interval = 1000000000"),
+        bindings=(_BF16, _NO_LOOK),
+    ),
+    # of the attention, whose FP8 kernels have heads of 64 and more, and no bias
+    "movielens": Setting(
+        task="ranking",
+        gin_file="movielens_ranking.gin",
+        bindings=(_BF16, _LOOKED_AT, "NetworkArgs.kv_channels = 64"),
+        num_looks=10,
+    ),
+    "seed-user": Setting(
+        task="ranking",
+        gin_file="movielens_ranking.gin",
+        bindings=(_BF16, _LOOKED_AT, *_SEED_USER),
+        num_looks=10,
+    ),
+    "long": Setting(
+        task="ranking", gin_file="planted_signal_ranking.gin", bindings=_LONG, num_looks=10
+    ),
+    "next-item": Setting(
+        task="retrieval",
+        gin_file="movielens_retrieval.gin",
+        bindings=(
+            _BF16,
+            _NO_LOOK,
+            "NetworkArgs.kv_channels = 64",
+            "NetworkArgs.use_relative_position_bias = False",
+            "NetworkArgs.use_time_bias = False",
+        ),
     ),
 }
 
+_EMULATED = "emulated-"
 UNKNOWN_COMMIT = "unknown"
 BASELINE = "bf16"
 FIRST_PRECISIONS = ("te-tensorwise", "native-tensorwise", "native-delayed")
@@ -57,6 +110,9 @@ OTHER_PRECISIONS = (
     "native-rowwise",
     "native-blockwise-e4m3",
 )
+_LINEARS = "native-delayed"
+_ALONE_STEPS = 150
+"""Of the runs that have the device for themselves, to be timed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -66,22 +122,51 @@ class Cell:
     setting: str
     num_steps: int
     precision: str
-    """ "bf16", or backend-recipe of the FP8 linears, with "-e4m3" where gradients are E4M3, too."""
+    """Of the linears: "bf16", or backend-recipe, with "-e4m3" where gradients are E4M3, too. With
+    FP8 attention "+" and its mode follow, "+emulated-" and its mode where it is emulated."""
     seed: int
+    is_alone: bool = False
+    """Nothing runs beside it: its steps are timed."""
 
     @property
     def name(self) -> str:
         """File name of its result."""
-        return f"{self.setting}.{self.num_steps}.{self.precision}.{self.seed}"
+        suffix = ".alone" if self.is_alone else ""
+        return f"{self.setting}.{self.num_steps}.{self.precision}.{self.seed}{suffix}"
+
+    @property
+    def linears(self) -> str:
+        """Precision of the linears."""
+        return self.precision.partition("+")[0]
+
+    @property
+    def attention(self) -> str:
+        """Mode of the attention, "bf16" where nothing is quantised."""
+        return self.precision.partition("+")[2].removeprefix(_EMULATED) or BASELINE
+
+    @property
+    def attention_backend(self) -> str | None:
+        """What FP8 attention runs on; None: it is not quantised."""
+        if self.attention == BASELINE:
+            return None
+        return "pytorch" if f"+{_EMULATED}" in self.precision else "triton"
 
     def experiment(self, folder: str) -> ExperimentArgs:
         """Its settings; nothing is evaluated or saved before the end."""
         setting = SETTINGS[self.setting]
+        looks = []
+        if setting.num_looks:
+            interval = _NO_LOOK
+            if not self.is_alone:
+                every = max(1, self.num_steps // setting.num_looks)
+                interval = f"TrainerArgs.eval_interval = {every}"
+            looks = [interval]
         return load_experiment(
             setting.gin_file,
             bindings=[
                 *setting.bindings,
-                *precision_bindings(self.precision),
+                *looks,
+                *self._precision_bindings(),
                 f"TrainerArgs.seed = {self.seed}",
                 f"TrainerArgs.max_train_iters = {self.num_steps}",
                 f"TrainerArgs.output_dir = {folder!r}",
@@ -92,19 +177,28 @@ class Cell:
             task=setting.task,
         )
 
-
-def precision_bindings(precision: str) -> list[str]:
-    """Settings of a precision by name: every linear of a layer in FP8, whatever its size."""
-    if precision == BASELINE:
-        return []
-    backend, recipe, *rest = precision.split("-")
-    return [
-        "MixedPrecisionArgs.mixed_precision_dtype = 'fp8'",
-        f"MixedPrecisionArgs.linear_backend = {backend!r}",
-        f"MixedPrecisionArgs.linear_recipe = {recipe!r}",
-        f"MixedPrecisionArgs.linear_scaling_precision = {rest[0] if rest else 'hybrid'!r}",
-        "MixedPrecisionArgs.auto_filter_small = False",
-    ]
+    def _precision_bindings(self) -> list[str]:
+        """Every linear of a layer, or all attention, in FP8, whatever the size."""
+        if self.precision == BASELINE:
+            return []
+        bindings = ["MixedPrecisionArgs.mixed_precision_dtype = 'fp8'"]
+        if self.linears == BASELINE:
+            bindings.append("MixedPrecisionArgs.linear_recipe = None")
+        else:
+            backend, recipe, *rest = self.linears.split("-")
+            bindings += [
+                f"MixedPrecisionArgs.linear_backend = {backend!r}",
+                f"MixedPrecisionArgs.linear_recipe = {recipe!r}",
+                f"MixedPrecisionArgs.linear_scaling_precision = {rest[0] if rest else 'hybrid'!r}",
+                "MixedPrecisionArgs.auto_filter_small = False",
+            ]
+        if self.attention_backend is not None:
+            bindings += [
+                f"MixedPrecisionArgs.hstu_attn_quantization_mode = {self.attention!r}",
+                "MixedPrecisionArgs.auto_filter_attention = False",
+                f"NetworkArgs.kernel_backend = {self.attention_backend!r}",
+            ]
+        return bindings
 
 
 def all_cells(
@@ -141,11 +235,72 @@ def all_cells(
     return list(dict.fromkeys(_with_backend(cell, backend) for cell in cells))
 
 
+def attention_cells(
+    *,
+    num_seeds: int = 5,
+    num_steps: int = 2000,
+    num_steps_long: int = 10_000,
+    backend: str | None = None,
+) -> list[Cell]:
+    """Cells of {linears BF16, FP8} x {attention BF16, FP8}, in the order of their weight.
+
+    First what takes longest, so that it ends with the others, then all that has one seed, then
+    seed by seed.
+
+    Args:
+        num_steps, num_steps_long: of all cells, and of the one that runs longest.
+        backend: as in `all_cells`; "emulated" is meant for the attention, too.
+    """
+    both, rankings = f"{_LINEARS}+{_RECOMMENDED}", ("long", "movielens", "seed-user")
+    combinations = (BASELINE, both, f"{BASELINE}+{_RECOMMENDED}", _LINEARS)
+    cells = [
+        Cell(setting="seed-user", num_steps=num_steps_long, precision=precision, seed=1)
+        for precision in (both, BASELINE)
+    ]
+    for seed in range(1, num_seeds + 1):
+        cells += [
+            Cell(setting=setting, num_steps=num_steps, precision=precision, seed=seed)
+            for setting in rankings
+            for precision in combinations
+        ]
+        if seed > 1:
+            continue
+        cells += [
+            Cell(setting="next-item", num_steps=num_steps, precision=precision, seed=1)
+            for precision in combinations
+        ]
+        cells += [
+            Cell(
+                setting=setting,
+                num_steps=num_steps,
+                precision=f"te-delayed+{_RECOMMENDED}",
+                seed=1,
+            )
+            for setting in rankings
+        ]
+    cells += [
+        Cell(
+            setting=setting,
+            num_steps=min(num_steps, _ALONE_STEPS),
+            precision=precision,
+            seed=1,
+            is_alone=True,
+        )
+        for setting in rankings
+        for precision in combinations
+    ]
+    return list(dict.fromkeys(_with_backend(cell, backend) for cell in cells))
+
+
 def _with_backend(cell: Cell, backend: str | None) -> Cell:
     if backend is None or cell.precision == BASELINE:
         return cell
-    recipe = cell.precision.split("-", 1)[1]
-    return dataclasses.replace(cell, precision=f"{backend}-{recipe}")
+    linears, attention = cell.linears, cell.attention
+    if linears != BASELINE:
+        linears = f"{backend}-{linears.split('-', 1)[1]}"
+    if attention != BASELINE:
+        linears += f"+{_EMULATED if backend == 'emulated' else ''}{attention}"
+    return dataclasses.replace(cell, precision=linears)
 
 
 def settings_key(cell: Cell) -> str:
@@ -165,113 +320,3 @@ def read_results(folder: Path, cells: Iterable[Cell]) -> dict[Cell, dict[str, An
             if result["settings"] == settings_key(cell):
                 found[cell] = result
     return found
-
-
-def commit() -> str:
-    """The commit that is checked out, with "-dirty" where files differ; "unknown" outside git."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
-    except OSError:  # no git on this machine
-        return UNKNOWN_COMMIT
-    return done.stdout.strip() or UNKNOWN_COMMIT
-
-
-def run_cell(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Train the cell in this process and write its result to ``folder``.
-
-    Raises:
-        RuntimeError: a linear of a layer does not run in the precision of the cell.
-    """
-    from training.distributed import process_group
-    from training.nonfinite import NonFiniteError
-    from training.startup import check_machine
-    from training.telemetry import set_up_logging
-    from training.trainer import Trainer
-
-    begin, failure, figures = time.perf_counter(), "", {}
-    own_commit = commit()  # what is checked out at the end may be another one
-    with tempfile.TemporaryDirectory() as run, process_group() as world:
-        set_up_logging(is_main=True)
-        experiment = cell.experiment(run)
-        check_machine(experiment, device_type=world.device.type)
-        trainer = Trainer(experiment, world=world)
-        table = module_table(experiment, trainer.model.module.trunk)
-        check_linears(cell, table, num_layers=experiment.network.num_layers)
-        try:
-            figures = trainer.fit()
-        except NonFiniteError as error:
-            failure = str(error)
-        lines = (trainer.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        device = _device_name(world.device)
-    records = [record for record in map(json.loads, lines) if record["split"] == "train"]
-    losses = [record["loss"] for record in records]
-    result = {
-        "cell": dataclasses.asdict(cell),
-        "settings": settings_key(cell),
-        "failure": failure,
-        "is_finite": bool(figures) and all(map(_is_number, [*losses, figures["loss"]])),
-        "test": {name: value for name, value in figures.items() if _is_number(value)},
-        "steps": [record["step"] for record in records],
-        "losses": losses,
-        "modules": table,
-        "seconds": round(time.perf_counter() - begin, 1),
-        "device": device,
-        "commit": own_commit,
-    }
-    path = folder / f"{cell.name}.json"
-    aside = path.with_suffix(".writing")
-    aside.write_text(json.dumps(result), encoding="utf-8")
-    aside.replace(path)
-    return result
-
-
-def module_table(experiment: ExperimentArgs, trunk: Any) -> list[dict[str, str]]:
-    """What runs how: the table of the start, beside what the model really has attached."""
-    from modules.linear.engine import LinearEngine
-    from modules.linear.plan import plan_linears
-
-    attached = {
-        module.name: f"{module.recipe.backend}-{module.recipe.scaling}"
-        for module in trunk.modules()
-        if isinstance(module, LinearEngine)
-    }
-    return [
-        {
-            "module": linear.name,
-            "shape": f"{linear.in_features} x {linear.out_features}",
-            "precision": linear.precision,
-            "engine": attached.get(linear.name, "none"),
-        }
-        for linear in plan_linears(experiment)
-    ]
-
-
-def check_linears(cell: Cell, table: Sequence[Mapping[str, str]], *, num_layers: int) -> None:
-    """Refuse a run whose uvqk and proj are not all in the precision of the cell.
-
-    Raises:
-        RuntimeError: naming the first that is not.
-    """
-    engine, precision = "none", "BF16"
-    if cell.precision != BASELINE:
-        engine, precision = "-".join(cell.precision.split("-")[:2]), "FP8"
-    rows = {row["module"]: (row["precision"], row["engine"]) for row in table}
-    for layer in range(num_layers):
-        for linear in ("input.uvqk", "output.proj"):
-            name = f"stack.layers.{layer}.{linear}"
-            if rows.get(name) != (precision, engine):
-                raise RuntimeError(
-                    f"{cell.name}: {name} must run in {precision} by {engine}, got {rows.get(name)}"
-                )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _device_name(device: Any) -> str:
-    import torch
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return f"{name}, torch {torch.__version__}"

@@ -2,8 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from benchmarks.precision_cells import BASELINE, UNKNOWN_COMMIT, Cell
@@ -105,11 +106,39 @@ def compare(results: Results, precision: str, *, num_asked: int) -> Comparison |
 
 
 def groups(results: Results) -> dict[tuple[str, int], dict[Cell, Mapping[str, Any]]]:
-    """Results by setting and number of steps, in the order of the cells."""
+    """Results by setting and number of steps, in the order of the cells, but those to be timed."""
     found: dict[tuple[str, int], dict[Cell, Mapping[str, Any]]] = {}
     for cell, result in results.items():
-        found.setdefault((cell.setting, cell.num_steps), {})[cell] = result
+        if not cell.is_alone:
+            found.setdefault((cell.setting, cell.num_steps), {})[cell] = result
     return found
+
+
+def step_seconds(results: Results) -> dict[tuple[str, str], float]:
+    """(setting, precision) -> median wall time of a step of the run that was alone."""
+    return {
+        (cell.setting, cell.precision): result["step_seconds"]
+        for cell, result in results.items()
+        if cell.is_alone and math.isfinite(result["step_seconds"])
+    }
+
+
+def times(results: Results) -> list[str]:
+    """Markdown: what a step takes where nothing else runs; no lines without such runs."""
+    seconds = step_seconds(results)
+    if not seconds:
+        return []
+    lines = [
+        "### Wall time of a step, alone on the device",
+        "",
+        "| setting | precision | median ms | BF16's time over it |",
+        "|---|---|---|---|",
+    ]
+    for (setting, precision), one in seconds.items():
+        plain = seconds.get((setting, BASELINE))
+        ratio = "-" if plain is None or precision == BASELINE else f"{plain / one:.2f}"
+        lines.append(f"| {setting} | {precision} | {1e3 * one:.2f} | {ratio} |")
+    return [*lines, ""]
 
 
 def precisions(results: Results) -> list[str]:
@@ -117,15 +146,18 @@ def precisions(results: Results) -> list[str]:
     return list(dict.fromkeys(cell.precision for cell in results))
 
 
-def table(results: Results, cells: Iterable[Cell]) -> tuple[str, bool]:
+def table(results: Results, cells: Iterable[Cell], *, of: str = "linears") -> tuple[str, bool]:
     """Markdown, and whether every comparison holds; one that lacks results does not.
 
     Args:
         results: of any of the cells.
         cells: all that the comparison is of.
+        of: what a precision is of, the name of the first column.
     """
     asked: dict[tuple[str, int], dict[str, int]] = {}
     for cell in cells:
+        if cell.is_alone:
+            continue
         seeds = asked.setdefault((cell.setting, cell.num_steps), {})
         seeds[cell.precision] = seeds.get(cell.precision, 0) + 1
     groups_there = groups(results)
@@ -135,7 +167,7 @@ def table(results: Results, cells: Iterable[Cell]) -> tuple[str, bool]:
         lines += [
             f"### {setting}, {num_steps} steps",
             "",
-            "| linears | seeds | finite | held-out loss | against BF16 | quality "
+            f"| {of} | seeds | finite | held-out loss | against BF16 | quality "
             "| paired difference | at least | holds |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
@@ -174,54 +206,120 @@ def commits(results: Results) -> list[str]:
     return sorted({result.get("commit", UNKNOWN_COMMIT) for result in results.values()})
 
 
+_WIDTH, _HEIGHT, _GAP = 400, 260, 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Curve:
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
 def plot(results: Results) -> str:
-    """SVG: a panel for each setting, training loss by step, mean over seeds of every precision."""
-    width, height, gap = 460, 300, 60
-    panels = list(groups(results).items())
-    parts = []
-    for index, ((setting, num_steps), group) in enumerate(panels):
-        left, top = gap + index % 2 * (width + gap), 30 + index // 2 * (height + gap)
-        parts.append(_panel(f"{setting}, {num_steps} steps", group, left, top, width, height))
-    rows = -(-len(panels) // 2)
+    """SVG: a row for each setting, mean over seeds of every precision.
+
+    Training loss by step and, where there are figures for them, quality on the validation fold by
+    step, and both by wall time: steps times what a step takes alone on the device. Without such
+    figures two settings share a row.
+    """
+    rows, seconds = [], step_seconds(results)
+    for (setting, num_steps), group in groups(results).items():
+        losses, looks = _curves(group, _training), _curves(group, _validation)
+        title = f"{setting}, {num_steps} steps"
+        panels = [
+            (f"{title}: training loss", losses),
+            (f"{title}: validation {_looked_at(group)}", looks),
+            (f"{setting}: loss by seconds", _by_time(losses, seconds, setting)),
+            (f"{setting}: {_looked_at(group)} by seconds", _by_time(looks, seconds, setting)),
+        ]
+        rows.append([(name, curves) for name, curves in panels if curves])
+    if all(len(panels) <= 1 for panels in rows):
+        panels = list(chain.from_iterable(rows))
+        rows = [panels[start : start + 2] for start in range(0, len(panels), 2)]
+    parts = [
+        _panel(name, curves, _GAP + column * (_WIDTH + _GAP), 30 + row * (_HEIGHT + _GAP))
+        for row, panels in enumerate(rows)
+        for column, (name, curves) in enumerate(panels)
+    ]
+    width = max((len(panels) for panels in rows), default=0)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * (width + gap) + gap}" '
-        f'height="{rows * (height + gap) + 30}" font-family="sans-serif" font-size="11">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * (_WIDTH + _GAP) + _GAP}" '
+        f'height="{len(rows) * (_HEIGHT + _GAP) + 30}" font-family="sans-serif" font-size="11">'
         f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
     )
 
 
-def _panel(title: str, group: Results, left: int, top: int, width: int, height: int) -> str:
-    curves = {}
+def _training(result: Mapping[str, Any]) -> tuple[Sequence[float], Sequence[float]]:
+    return result["steps"], result["losses"]
+
+
+def _validation(result: Mapping[str, Any]) -> tuple[Sequence[float], Sequence[float]]:
+    looks = result.get("looks", ())
+    name = _quality_of(looks)
+    return [look["step"] for look in looks], [look[name] for look in looks] if name else []
+
+
+def _quality_of(looks: Sequence[Mapping[str, float]]) -> str | None:
+    return next((name for name in _QUALITY if looks and name in looks[0]), None)
+
+
+def _looked_at(group: Results) -> str:
+    names = (_quality_of(result.get("looks", ())) for result in group.values())
+    return next((name for name in names if name), "quality")
+
+
+def _curves(
+    group: Results, figures: Callable[[Mapping[str, Any]], tuple[Sequence[float], Sequence[float]]]
+) -> list[_Curve]:
+    """A precision's figures by step, mean over its finite runs."""
+    found = []
     for precision in precisions(group):
         runs = [result for cell, result in group.items() if cell.precision == precision]
-        runs = [result for result in runs if result["is_finite"]]
-        if runs:
-            losses = zip(*(result["losses"] for result in runs), strict=True)
-            curves[precision] = (runs[0]["steps"], [statistics.fmean(point) for point in losses])
-    if not curves:
-        return ""
-    low = min(min(losses) for _, losses in curves.values())
-    high = max(max(losses) for _, losses in curves.values())
-    last = max(steps[-1] for steps, _ in curves.values())
-    span = max(high - low, 1e-9)
-    parts = [
-        f'<text x="{left}" y="{top - 8}" font-weight="bold">{title}: training loss</text>',
-        f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#999"/>',
-        f'<text x="{left - 4}" y="{top + 10}" text-anchor="end">{high:.3f}</text>',
-        f'<text x="{left - 4}" y="{top + height}" text-anchor="end">{low:.3f}</text>',
-        f'<text x="{left + width}" y="{top + height + 14}" text-anchor="end">{last}</text>',
+        curves = [figures(result) for result in runs if result["is_finite"]]
+        if curves and len(curves[0][1]) > 1:  # a single point is no curve
+            means = [statistics.fmean(point) for point in zip(*(y for _, y in curves), strict=True)]
+            found.append(_Curve(label=precision, x=curves[0][0], y=means))
+    return found
+
+
+def _by_time(
+    curves: Sequence[_Curve], seconds: Mapping[tuple[str, str], float], setting: str
+) -> list[_Curve]:
+    return [
+        _Curve(
+            label=curve.label,
+            x=[step * seconds[setting, curve.label] for step in curve.x],
+            y=curve.y,
+        )
+        for curve in curves
+        if (setting, curve.label) in seconds
     ]
-    for index, (precision, (steps, losses)) in enumerate(curves.items()):
+
+
+def _panel(title: str, curves: Sequence[_Curve], left: int, top: int) -> str:
+    low, high = min(min(curve.y) for curve in curves), max(max(curve.y) for curve in curves)
+    last = max(curve.x[-1] for curve in curves)
+    span, right = max(high - low, 1e-9), left + _WIDTH
+    parts = [
+        f'<text x="{left}" y="{top - 8}" font-weight="bold">{title}</text>',
+        f'<rect x="{left}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" '
+        'stroke="#999"/>',
+        f'<text x="{left - 4}" y="{top + 10}" text-anchor="end">{high:.3f}</text>',
+        f'<text x="{left - 4}" y="{top + _HEIGHT}" text-anchor="end">{low:.3f}</text>',
+        f'<text x="{right}" y="{top + _HEIGHT + 14}" text-anchor="end">{last:.4g}</text>',
+    ]
+    is_falling = curves[0].y[-1] < curves[0].y[0]  # the names go where no curve is
+    for index, curve in enumerate(curves):
         colour = _COLOURS[index % len(_COLOURS)]
         points = " ".join(
-            f"{left + width * step / last:.1f},{top + height * (high - loss) / span:.1f}"
-            for step, loss in zip(steps, losses, strict=True)
+            f"{left + _WIDTH * x / last:.1f},{top + _HEIGHT * (high - y) / span:.1f}"
+            for x, y in zip(curve.x, curve.y, strict=True)
         )
-        y = top + 16 + 14 * index
+        y = top + 16 + 14 * index + (0 if is_falling else _HEIGHT - 14 * len(curves) - 10)
         parts += [
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.2"/>',
-            f'<text x="{left + width - 8}" y="{y}" text-anchor="end" fill="{colour}">'
-            f"{precision}</text>",
+            f'<text x="{right - 8}" y="{y}" text-anchor="end" fill="{colour}">{curve.label}</text>',
         ]
     return "".join(parts)
 

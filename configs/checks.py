@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from configs.attention_plan import FP8_HEAD_DIMS
 from configs.data_schema import (
     BenchmarkDatasetArgs,
     DatasetArgs,
@@ -369,6 +370,30 @@ def _check_precision(experiment: "ExperimentArgs") -> None:
             "MixedPrecisionArgs.hstu_attn_quantization_mode",
             "NetworkArgs.kernel_backend",
         )
+    if precision.has_fp8_attention and network.kernel_backend in ("triton", "cutlass"):
+        _check_fp8_heads(experiment)
+
+
+def _check_fp8_heads(experiment: "ExperimentArgs") -> None:
+    """Head dims that no FP8 kernel has; those that auto_filter_attention leaves in BF16 may be."""
+    network, precision = experiment.network, experiment.precision
+    dims = (network.attention_dim, network.linear_dim)
+    is_filtered = precision.auto_filter_attention and network.kernel_backend == "triton"
+    if dims[0] == dims[1] and dims[0] in FP8_HEAD_DIMS:
+        return
+    if is_filtered and dims[0] < FP8_HEAD_DIMS[0]:
+        return
+    field = "kv_channels" if dims[0] not in FP8_HEAD_DIMS else "linear_channels"
+    got = dims[0] if field == "kv_channels" else f"{dims[1]} beside kv_channels = {dims[0]}"
+    rule = "64, 128 or 256" if field == "kv_channels" else "None or equal to kv_channels"
+    raise ConfigError(
+        f"NetworkArgs.{field} must be {rule} for FP8 attention with kernel_backend = "
+        f"{network.kernel_backend!r}, got {got}; choose one of these or set "
+        'MixedPrecisionArgs.hstu_attn_quantization_mode = "bf16"',
+        f"NetworkArgs.{field}",
+        "MixedPrecisionArgs.hstu_attn_quantization_mode",
+        "NetworkArgs.kernel_backend",
+    )
 
 
 def _check_metric(experiment: "ExperimentArgs") -> None:

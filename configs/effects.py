@@ -102,10 +102,12 @@ def _inert_in_precision(precision: MixedPrecisionArgs) -> dict[str, str]:
         reason = "MixedPrecisionArgs.mixed_precision_dtype is None, nothing runs in FP8"
         return dict.fromkeys(names, reason)
     if not precision.has_fp8_linears:
-        names.remove("hstu_attn_quantization_mode")
-        names.remove("fp8_eval")
+        of_attention = ("hstu_attn_quantization_mode", "auto_filter_attention", "fp8_eval")
+        names = [name for name in names if name not in of_attention]
         return dict.fromkeys(names, "no linear runs in FP8")
     inert: dict[str, str] = {}
+    if not precision.has_fp8_attention:
+        inert["auto_filter_attention"] = "hstu_attn_quantization_mode is 'bf16'"
     if precision.linear_recipe != "delayed":
         reason = f"linear_recipe is {precision.linear_recipe!r}, not 'delayed'"
         inert |= dict.fromkeys(("amax_history_len", "amax_compute_algo", "margin"), reason)

@@ -20,9 +20,13 @@ RECIPES_OF_BACKEND: dict[str, tuple[str, ...]] = {
 }
 """linear_backend -> the linear_recipe values it has."""
 
+RECOMMENDED_ATTENTION_MODE = "per_block"
+"""What hstu_attn_quantization_mode = "recommended" stands for: the only place that says so."""
+
 _ATTENTION_SPELLINGS = Spellings(
     (
         (None, "bf16"),
+        ("recommended", RECOMMENDED_ATTENTION_MODE),
         ("fp8", "cast"),
         ("1xdim", "per_row"),
         ("128x1", "per_row"),
@@ -111,8 +115,12 @@ class MixedPrecisionArgs(CheckedArgs):
         _ATTENTION_SPELLINGS,
     ] = "bf16"
     """Scales of q, k, v in the attention, independent of the linears. bf16: not quantised; cast:
-    none, values saturate; per_head: one per user and head; per_batch: one per user. Also accepted:
-    fp8 (cast), 1xdim and 128x1 (per_row), per-block, per-head, per-batch, per-tensor."""
+    none, values saturate; per_block: one per 128 tokens of a user and head; per_head: one per user
+    and head; per_batch: one per user. Also accepted: recommended (per_block), fp8 (cast), 1xdim and
+    128x1 (per_row), per-block, per-head, per-batch, per-tensor."""
+
+    auto_filter_attention: bool = True
+    """Attention with heads or sequences too small for FP8 to win at max_seq_len stays BF16."""
 
     fp8_alignment_mode: Literal["pad", "truncate"] = "pad"
     """How rows reach the multiple FP8 needs; padding lives inside the linear only. truncate is

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.attention_plan import plan_attention
 from configs.data_schema import MAX_REPLICATED_ROWS
 from configs.datasets import DATASETS
 from configs.schema import (
@@ -185,15 +186,7 @@ def _trunk_parts(
     if is_retrieval:
         num_positions = min(num_positions, _trained_positions(experiment, facts))
     positions = "oldest" if is_retrieval else "newest"
-    config = HSTUConfig.from_network(
-        network,
-        disable_contextual_mask=experiment.resolved_disable_contextual_mask,
-        device_type=device_type,
-        max_num_users=_largest_batch(experiment.trainer),
-        max_seq_len=experiment.max_seq_len,
-        precision=experiment.precision,
-        parallel=parallel,
-    )
+    config = _layer_config(experiment, device_type=device_type, parallel=parallel)
     return {
         "replicated": ReplicatedTables(
             [spec for spec in specs if not spec.is_sharded],
@@ -214,6 +207,30 @@ def _trunk_parts(
         "stack": HSTUStack(config, network.num_layers),
         "norm": nn.LayerNorm(network.hidden_size, eps=network.norm_epsilon),
     }
+
+
+def _layer_config(
+    experiment: ExperimentArgs, *, device_type: str, parallel: TensorParallel | None
+) -> HSTUConfig:
+    """What all layers are; says how their attention runs, where FP8 was asked for."""
+    plan = plan_attention(experiment, device_type=device_type)
+    config = HSTUConfig.from_network(
+        experiment.network,
+        disable_contextual_mask=experiment.resolved_disable_contextual_mask,
+        device_type=device_type,
+        max_num_users=_largest_batch(experiment.trainer),
+        max_seq_len=experiment.max_seq_len,
+        precision=experiment.precision if plan.is_fp8 else None,
+        parallel=parallel,
+    )
+    if experiment.precision.has_fp8_attention:
+        runs_in = f"FP8 ({plan.mode})" if plan.is_fp8 else experiment.network.dtype_str
+        logger.info(
+            "attention of all layers: %s by %s, %s", runs_in, config.attention_backend, plan.reason
+        )
+    if plan.warning is not None:
+        logger.warning(plan.warning)
+    return config
 
 
 def _largest_batch(trainer: TrainerArgs) -> int:

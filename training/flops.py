@@ -73,7 +73,7 @@ class StepFlops:
             linears=tuple(_linears(trunk, dtype)),
             config=trunk.stack.config,
             num_layers=len(trunk.stack.layers),
-            attention_precision=dtype,
+            attention_precision=_attention_precision(trunk.stack.config, dtype),
             num_contextuals=experiment.num_contextuals,
             supervises_history=experiment.history_loss,
         )
@@ -119,6 +119,14 @@ def _linears(trunk: Trunk, dtype: str) -> Iterator[LinearShape]:
             if isinstance(linear, nn.Linear):
                 # The head runs in FP32 whatever the stack does.
                 yield _shape(linear, trunk.head.engine_of(linear), "float32", on_tokens=False)
+
+
+def _attention_precision(config: HSTUConfig, dtype: str) -> str:
+    """Of all six products. Kernels that take dS in two FP8 parts do dQ's twice: it counts once."""
+    if config.attention_fp8 is None:
+        return dtype
+    # The emulation rounds to FP8 and multiplies in FP32, whatever the dtype of the rows.
+    return "float32" if config.attention_backend == "pytorch" else "fp8"
 
 
 def _shape(

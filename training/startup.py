@@ -47,17 +47,9 @@ def check_built(experiment: ExperimentArgs) -> None:
     Raises:
         NotImplementedError: naming the binding and the one that would run.
     """
-    precision = experiment.precision
     tables = experiment.dataset.embedding_args or ()
-    kernel_backend = experiment.network.kernel_backend
     cached = [t.table_name for t in tables if isinstance(t, DynamicEmbeddingArgs) and t.caching]
     refusals = {
-        f"MixedPrecisionArgs.hstu_attn_quantization_mode = "
-        f"{precision.hstu_attn_quantization_mode!r} with NetworkArgs.kernel_backend = "
-        f"{kernel_backend!r}": (
-            precision.has_fp8_attention and kernel_backend in ("triton", "cutlass"),
-            "'bf16', or NetworkArgs.kernel_backend = 'pytorch' (emulated, slower than BF16)",
-        ),
         **_not_built_in_parallel(experiment),
         f"DynamicEmbeddingArgs.caching = True for table {', '.join(cached)}": (
             bool(cached),

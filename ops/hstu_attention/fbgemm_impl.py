@@ -28,10 +28,12 @@ Limits beyond the contract of `ops.hstu_attention`:
     benchmark of their kernels alone must call the package itself.
     Older signature: a user of more than 64 tokens, all candidates, reads the rows before its own
     (by its source), so it is stopped too.
+    FP8: Hopper, the present signature, head dims 64, 128, 256; `ops.hstu_attention.fbgemm_fp8`.
 
-Never run on the real package: the tests hold a stand-in with both signatures against our oracle. So
-speed, error, the kernels' own masks, and whether a build has the head dim at all (one built with
-HSTU_DISABLE_HDIM... set writes nothing and says nothing, by its source) are unverified.
+Run on the real package in BF16 at head dims 64, 128 and 256. FP8 never was: the tests hold a
+stand-in of the wrapper against our emulation. Whether a build has a kernel at all (one built with
+HSTU_DISABLE_HDIM... or HSTU_DISABLE_FP8 set writes nothing and says nothing, by its source) shows
+in tests/ops/test_hstu_attention_fbgemm_gpu.py.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ops.hstu_attention.spec import AttentionSpec
+from ops.hstu_attention import fbgemm_fp8
+from ops.hstu_attention.spec import AttentionSpec, Fp8Spec
 from ops.jagged.offsets import INT32_MAX, require_32bit_indexing
 
 if TYPE_CHECKING:
@@ -132,8 +135,18 @@ def refuse(device_type: str, shape: CallShape | None) -> str | None:
                 "FBGEMM's package hstu has kernels for compute capability 8 and 9, this device "
                 f"has {major}.{minor}"
             )
-    refusal = load_package().refusal
-    return refusal if refusal is not None or shape is None else _refuse_built(shape)
+    package = load_package()
+    if package.refusal is not None or shape is None:
+        return package.refusal
+    if shape.fp8 is not None and (refusal := fbgemm_fp8.refuse_device()) is not None:
+        return refusal
+    return _refuse_fp8(package, shape.fp8, shape.attention_dim) or _refuse_built(shape)
+
+
+def _refuse_fp8(package: Package, fp8: Fp8Spec | None, attention_dim: int) -> str | None:
+    if fp8 is None:
+        return None
+    return fbgemm_fp8.refuse(fp8, attention_dim, has_quant_mode=package.takes_scaling_seqlen)
 
 
 def _refuse_built(shape: CallShape) -> str | None:
@@ -238,7 +251,11 @@ def hstu_attention(
     """Return O_THV; see `ops.hstu_attention.hstu_attention`. The device is the caller's check."""
     package = load_package()
     num_rows, num_users = q_THA.shape[0], seq_offsets.numel() - 1
-    reason = package.refusal or _refuse_call(q_THA, v_THV, num_users, spec)
+    reason = (
+        package.refusal
+        or _refuse_fp8(package, spec.fp8, q_THA.shape[2])
+        or _refuse_call(q_THA, v_THV, num_users, spec)
+    )
     if reason is not None:
         raise NotImplementedError(
             f'hstu_attention(backend = "cutlass"): {reason}; choose another value or '
@@ -248,15 +265,28 @@ def hstu_attention(
     _assert_values(package, seq_offsets, num_rows, spec)
     is_token_T11 = (torch.arange(num_rows, device=device) < seq_offsets[-1]).view(-1, 1, 1)
     q, k, v = (torch.where(is_token_T11, x, 0).contiguous() for x in (q_THA, k_THA, v_THV))
-    if num_rows == 0 or num_users == 0 or spec.max_seq_len == 0:
+    users = fbgemm_fp8.users_of(
+        spec.fp8,
+        seq_offsets,
+        num_contextuals=spec.num_contextuals,
+        num_candidates=spec.num_candidates,
+        num_rows=num_rows,
+    )
+    if users.num_rows == 0 or num_users == 0 or spec.max_seq_len == 0:
         return q + k + v  # zeros, and zero gradients for all three
     divisor, factor = _divide(package, spec)
-    arguments = _mask_arguments(spec, device)
-    offsets = seq_offsets.to(device, torch.int32).contiguous()
+    arguments = _mask_arguments(spec, users, device)
+    offsets = users.seq_offsets.to(device, torch.int32).contiguous()
+    gradients = None
+    if spec.fp8 is not None:
+        gradients = fbgemm_fp8.Gradients()
+        saturates = spec.fp8.mode == "cast"
+        q, k, v = (gradients.of_input(x[: users.num_rows], saturates=saturates) for x in (q, k, v))
     if package.takes_scaling_seqlen:
         max_seqlen = spec.max_seq_len
         arguments |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "scaling_seqlen": divisor}
-        arguments |= {"seqused_q": None, "seqused_k": None, "quant_mode": -1}
+        quant_mode = -1 if spec.fp8 is None else fbgemm_fp8.QUANT_MODES[spec.fp8.mode]
+        arguments |= {"seqused_q": None, "seqused_k": None, "quant_mode": quant_mode}
     else:
         max_seqlen = divisor
         arguments |= {"seq_offsets_q": offsets, "seq_offsets_k": offsets}
@@ -272,6 +302,8 @@ def hstu_attention(
     )
     if out.requires_grad:
         out.register_hook(Tensor.contiguous)  # they take no other output gradient
+    if gradients is not None:
+        out = fbgemm_fp8.with_all_rows(gradients.of_output(out), num_rows)
     out = torch.where(is_token_T11, out, 0)
     if out.dtype == torch.float16 and q.dtype != torch.float16:
         fits = ~torch.isinf(out).any()
@@ -281,10 +313,12 @@ def hstu_attention(
     return out.to(q.dtype)
 
 
-def _mask_arguments(spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
+def _mask_arguments(
+    spec: AttentionSpec, users: fbgemm_fp8.Users, device: torch.device
+) -> dict[str, Any]:
     """Return their arguments for the mask; why they are equal: module docstring."""
-    contexts = None if spec.disable_contextual_mask else spec.num_contextuals
-    counts = (contexts, spec.num_candidates) if spec.is_causal else (None, None)
+    contexts = None if spec.disable_contextual_mask else users.num_contextuals
+    counts = (contexts, users.num_candidates) if spec.is_causal else (None, None)
     contexts, candidates = (
         None if x is None else x.to(device, torch.int32).contiguous() for x in counts
     )

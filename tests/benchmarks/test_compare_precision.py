@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import precision_cells
+from benchmarks import precision_runs
 from benchmarks.precision_cells import (
     BASELINE,
     Cell,
     all_cells,
-    check_linears,
-    precision_bindings,
+    attention_cells,
     read_results,
     settings_key,
 )
-from benchmarks.precision_report import commits, compare, failures, plot, table
+from benchmarks.precision_report import commits, compare, failures, plot, table, times
+from benchmarks.precision_runs import check_attention, check_linears, module_table, run_cell
 from configs.precision_schema import RECIPES_OF_BACKEND
 from configs.schema import ExperimentArgs
 from scripts import compare_precision
@@ -84,7 +84,7 @@ def test_another_backend_runs_each_recipe_once() -> None:
     cells = all_cells(num_seeds=2, num_steps=4, num_steps_once=4, backend="emulated")
     assert {c.precision.split("-")[0] for c in cells} == {BASELINE, "emulated"}
     assert len(set(cells)) == len(cells)
-    assert any("emulated" in line for line in precision_bindings(cells[-1].precision))
+    assert cells[-1].experiment("folder").precision.linear_backend == "emulated"
 
 
 def test_a_linear_that_is_not_in_fp8_fails_the_cell() -> None:
@@ -201,7 +201,7 @@ class TrainerOfNothing:
 
     def fit(self) -> dict[str, float]:
         (self.folder / "metrics.jsonl").write_text("")
-        precision_cells.commit = lambda: "later"
+        precision_runs.commit = lambda: "later"
         return {"loss": 0.5}
 
 
@@ -209,14 +209,14 @@ def test_a_run_stores_the_commit_it_began_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = SimpleNamespace(device=torch.device("cpu"))
-    monkeypatch.setattr("training.distributed.process_group", lambda: nullcontext(world))
     monkeypatch.setattr("training.telemetry.set_up_logging", lambda *, is_main: None)
     monkeypatch.setattr("training.trainer.Trainer", TrainerOfNothing)
-    monkeypatch.setattr(precision_cells, "module_table", lambda experiment, trunk: [])
-    monkeypatch.setattr(precision_cells, "check_linears", lambda *args, num_layers: None)
-    monkeypatch.setattr(precision_cells, "commit", lambda: "abc1234")
+    monkeypatch.setattr(precision_runs, "module_table", lambda experiment, trunk: [])
+    monkeypatch.setattr(precision_runs, "check_linears", lambda *args, num_layers: None)
+    monkeypatch.setattr(precision_runs, "check_attention", lambda *args, num_layers: None)
+    monkeypatch.setattr(precision_runs, "commit", lambda: "abc1234")
     one = Cell(setting="planted", num_steps=2, precision=BASELINE, seed=1)
-    precision_cells.run_cell(one, tmp_path)
+    run_cell(one, tmp_path, world=world)
     assert read_results(tmp_path, [one])[one]["commit"] == "abc1234"
 
 
@@ -225,20 +225,20 @@ def test_the_commit_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.Monk
         identity = ["-c", "user.name=n", "-c", "user.email=e"]
         subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
 
-    monkeypatch.setattr(precision_cells, "_ROOT", tmp_path)
+    monkeypatch.setattr(precision_runs, "_ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert precision_cells.commit() == "unknown"
+    assert precision_runs.commit() == "unknown"
     (tmp_path / "file").write_text("1")
     git("init", "--quiet")
     git("add", "file")
     git("commit", "--quiet", "-m", "one")
     git("tag", "-a", "v1", "-m", "a tag is not what is asked for")
-    clean = precision_cells.commit()
+    clean = precision_runs.commit()
     assert re.fullmatch("[0-9a-f]{7,40}", clean)
     (tmp_path / "file").write_text("2")
-    assert precision_cells.commit() == f"{clean}-dirty"
+    assert precision_runs.commit() == f"{clean}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert precision_cells.commit() == "unknown"
+    assert precision_runs.commit() == "unknown"
 
 
 def test_the_plot_is_a_picture_of_all_curves() -> None:
@@ -321,3 +321,113 @@ def test_results_of_other_settings_do_not_count(tmp_path: Path) -> None:
     assert list(read_results(tmp_path, [one])) == [one]
     path.write_text(json.dumps(stored(3)))
     assert read_results(tmp_path, [one]) == {}
+
+
+BOTH = "native-delayed+per_block"
+
+
+def test_attention_cells_are_the_four_combinations() -> None:
+    cells = attention_cells()
+    assert len(set(cells)) == len(cells)
+    kept = [c for c in cells if not c.is_alone]
+    for setting in ("long", "movielens", "seed-user"):
+        for precision in (BASELINE, BOTH, "bf16+per_block", "native-delayed"):
+            at = [c for c in kept if (c.setting, c.num_steps) == (setting, 2000)]
+            assert [c.seed for c in at if c.precision == precision] == [1, 2, 3, 4, 5]
+        assert [c.seed for c in at if c.precision == "te-delayed+per_block"] == [1]
+    assert len([c for c in kept if c.setting == "next-item"]) == 4
+    assert [c.precision for c in cells if c.num_steps == 10_000] == [BOTH, BASELINE]
+    seeds = [c.seed for c in kept]
+    assert seeds == sorted(seeds) and cells[0].num_steps == 10_000
+
+
+@pytest.mark.parametrize("setting", ["long", "movielens", "seed-user", "next-item"])
+def test_an_attention_cell_is_its_baseline_but_for_what_runs_in_fp8(setting: str) -> None:
+    def experiment(precision: str, **fields: Any) -> ExperimentArgs:
+        one = Cell(setting=setting, num_steps=2000, precision=precision, seed=2, **fields)
+        return one.experiment("folder")
+
+    plain = experiment(BASELINE)
+    assert plain.network.dtype_str == "bfloat16" and plain.network.kv_channels in (64, 128, 256)
+    assert not plain.network.use_relative_position_bias and not plain.network.use_time_bias
+    for precision in (BOTH, "bf16+per_block", "te-delayed+per_block"):
+        fp8 = experiment(precision)
+        assert fp8.precision.has_fp8_attention
+        assert fp8.precision.has_fp8_linears == (not precision.startswith("bf16"))
+        assert not fp8.precision.auto_filter_attention
+        assert not (fp8.precision.has_fp8_linears and fp8.precision.auto_filter_small)
+        assert fp8.network.kernel_backend == "triton"
+        network = dataclasses.replace(fp8.network, kernel_backend=plain.network.kernel_backend)
+        assert (fp8.trainer, fp8.dataset, network) == (plain.trainer, plain.dataset, plain.network)
+    looks = experiment(BASELINE).trainer.eval_interval
+    assert setting == "next-item" or looks == 200
+    assert experiment(BASELINE, is_alone=True).trainer.eval_interval > 10**6
+
+
+def test_the_long_users_reach_4096_tokens() -> None:
+    assert 4000 < cell(BASELINE, setting="long").experiment("folder").max_seq_len <= 4096
+
+
+def test_emulation_is_named_and_checked_as_such() -> None:
+    (one,) = [
+        c
+        for c in attention_cells(num_seeds=1, backend="emulated")
+        if (c.setting, c.linears, c.attention) == ("movielens", "emulated-delayed", "per_block")
+        and not c.is_alone
+    ]
+    assert one.precision == "emulated-delayed+emulated-per_block"
+    assert one.attention_backend == "pytorch"
+    assert one.experiment("folder").network.kernel_backend == "pytorch"
+
+
+def test_attention_that_is_not_in_fp8_fails_the_cell() -> None:
+    row = {"module": "stack.layers.0.attention", "precision": "per_block", "engine": "triton"}
+    check_attention(cell(BOTH), [row], num_layers=1)
+    for wrong in ({"precision": "none"}, {"precision": "cast"}, {"engine": "pytorch"}):
+        with pytest.raises(
+            RuntimeError, match=r"0.attention must run in FP8 mode per_block by tri"
+        ):
+            check_attention(cell(BOTH), [row | wrong], num_layers=1)
+    with pytest.raises(RuntimeError, match=r"layers.1.attention"):
+        check_attention(cell(BOTH), [row], num_layers=2)
+    with pytest.raises(RuntimeError, match=r"mode none by any backend"):
+        check_attention(cell("native-delayed"), [row], num_layers=1)
+    check_attention(cell("native-delayed"), [row | {"precision": "none"}], num_layers=1)
+
+
+def test_the_module_table_tells_what_the_attention_of_a_layer_is() -> None:
+    experiment = cell(BASELINE, setting="seed-user").experiment("folder")
+    config = SimpleNamespace(
+        num_heads=4,
+        attention_dim=128,
+        attention_fp8=SimpleNamespace(mode="per_block"),
+        attention_backend="triton",
+    )
+    layer = SimpleNamespace(attention=SimpleNamespace(config=config))
+    trunk = SimpleNamespace(modules=list, stack=SimpleNamespace(layers=[layer]))
+    assert module_table(experiment, trunk)[-1] == {
+        "module": "stack.layers.0.attention",
+        "shape": "4 x 128",
+        "precision": "per_block",
+        "engine": "triton",
+    }
+
+
+def alone(precision: str, seconds: float) -> dict[Cell, dict[str, Any]]:
+    one = dataclasses.replace(cell(precision), num_steps=150, is_alone=True)
+    return {one: result(1.0, 0.7, step_seconds=seconds)}
+
+
+def test_times_and_curves_by_seconds_are_of_the_runs_that_were_alone() -> None:
+    looks = [{"step": 500, "auc": 0.6}, {"step": 1000, "auc": 0.7}]
+    found = {
+        cell(BASELINE): result(1.0, 0.7, looks=looks),
+        cell(BOTH): result(1.0, 0.7, looks=looks),
+    }
+    assert times(found) == []
+    assert len(ElementTree.fromstring(plot(found)).findall(".//{*}polyline")) == 4
+    found |= alone(BASELINE, 0.010) | alone(BOTH, 0.008)
+    assert f"| ml-100k | {BOTH} | 8.00 | 1.25 |" in times(found)
+    assert len(ElementTree.fromstring(plot(found)).findall(".//{*}polyline")) == 8
+    text, all_hold = table(found, list(found))
+    assert all_hold and "150 steps" not in text

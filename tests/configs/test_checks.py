@@ -3,6 +3,7 @@
 import pytest
 
 from configs.loader import ConfigError, load_experiment
+from configs.precision_schema import RECOMMENDED_ATTENTION_MODE
 from tests.configs.conftest import FILES, Load, Refusal
 
 FP8 = 'MixedPrecisionArgs.mixed_precision_dtype = "fp8"\nMixedPrecisionArgs.'
@@ -144,6 +145,51 @@ def test_retrieval_metric_is_checked(refusal: Refusal, metric: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        (
+            ("NetworkArgs.kernel_backend = 'triton'", "NetworkArgs.kv_channels = 96"),
+            ["NetworkArgs.kv_channels must be 64, 128 or 256", "got 96", '"bf16"'],
+        ),
+        (
+            ("NetworkArgs.kernel_backend = 'cutlass'", "NetworkArgs.kv_channels = 32"),
+            ["NetworkArgs.kv_channels must be 64, 128 or 256", "'cutlass'", "got 32"],
+        ),
+        (
+            (
+                "NetworkArgs.kernel_backend = 'triton'",
+                "NetworkArgs.kv_channels = 64",
+                "NetworkArgs.linear_channels = 128",
+            ),
+            ["NetworkArgs.linear_channels must be None", "got 128 beside kv_channels = 64"],
+        ),
+        (
+            (
+                "NetworkArgs.kernel_backend = 'triton'",
+                "NetworkArgs.kv_channels = 32",
+                "MixedPrecisionArgs.auto_filter_attention = False",
+            ),
+            ["NetworkArgs.kv_channels must be 64, 128 or 256", "got 32"],
+        ),
+    ],
+)
+def test_heads_that_no_fp8_kernel_has_are_refused(
+    refusal: Refusal, lines: tuple[str, ...], parts: list[str]
+) -> None:
+    asked = FP8 + "hstu_attn_quantization_mode = 'cast'\n" + "\n".join(lines)
+    message = refusal(asked, without=("NetworkArgs.kv_channels",))
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("lines", ["'triton'\nNetworkArgs.kv_channels = 32", "'auto'"])
+def test_heads_that_are_filtered_or_emulated_are_not_refused(load: Load, lines: str) -> None:
+    asked = FP8 + "hstu_attn_quantization_mode = 'cast'\nNetworkArgs.kernel_backend = " + lines
+    without = ("NetworkArgs.kv_channels",) if "kv_channels" in lines else ()
+    assert load(asked, without=without).precision.has_fp8_attention
+
+
+@pytest.mark.parametrize(
     ("switches", "linears", "attention"),
     [
         ("", False, False),
@@ -167,6 +213,7 @@ def test_fp8_linears_and_attention_switch_apart(
 @pytest.mark.parametrize(
     ("spelling", "mode"),
     [
+        ("recommended", RECOMMENDED_ATTENTION_MODE),
         ("fp8", "cast"),
         ("1xdim", "per_row"),
         ("128x1", "per_row"),

@@ -52,6 +52,11 @@ EmbeddingArgs."""
             "auto_filter_small = False",
             "linear_backend = 'emulated'",
         ),
+        (
+            FP8 + "auto_filter_attention = False",
+            "auto_filter_attention = False",
+            "hstu_attn_quantization_mode is 'bf16'",
+        ),
     ],
 )
 def test_field_without_effect_warns_once(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.attention_plan import FP8_HEAD_DIMS
 from configs.loader import CONFIGS, experiment_to_gin, load_experiment
 from tests.configs.conftest import FILES
 
@@ -50,13 +51,17 @@ def test_operative_config_rebuilds_the_run(path: Path, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["movielens_ranking", "movielens_retrieval"])
-def test_fp8_files_differ_in_precision_alone(name: str) -> None:
-    """So that their figures can be laid beside those of the plain files."""
+def test_fp8_files_differ_in_precision_and_what_fp8_attention_has_not(name: str) -> None:
+    """With mixed_precision_dtype = None they are what to lay their figures beside."""
     task = "retrieval" if "retrieval" in name else "ranking"
     plain = load_experiment(CONFIGS / f"{name}.gin", task=task)
     fp8 = load_experiment(CONFIGS / f"{name}_fp8.gin", task=task)
-    assert fp8.precision.has_fp8_linears
-    network = dataclasses.replace(fp8.network, dtype_str=plain.network.dtype_str)
+    assert fp8.precision.has_fp8_linears and fp8.precision.has_fp8_attention
+    assert fp8.network.attention_dim in FP8_HEAD_DIMS
+    assert not fp8.network.use_relative_position_bias and not fp8.network.use_time_bias
+    alike = ("dtype_str", "kv_channels", "use_relative_position_bias", "use_time_bias")
+    of_plain = {field: getattr(plain.network, field) for field in alike}
+    network = dataclasses.replace(fp8.network, **of_plain)
     changed = {"network": network, "precision": plain.precision, "trainer": plain.trainer}
     assert dataclasses.replace(fp8.trainer, output_dir=plain.output_dir) == plain.trainer
     assert dataclasses.replace(fp8, **changed) == plain

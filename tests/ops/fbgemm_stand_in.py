@@ -2,7 +2,9 @@
 
 It follows that package's README and docstrings, not our adapter: its masks and argument checks,
 rows that no user owns left unwritten (NaN here) in output and gradients, and whole tiles of rows
-read past the end of a user with weight 0. It says nothing about the real kernels.
+read past the end of a user with weight 0. In FP8 its operands are rounded as the package's Python
+rounds them (`their_fp8`), with its loops, its floor and its casts without saturation; products and
+weights are not. It says nothing about the real kernels.
 """
 
 from collections.abc import Callable
@@ -67,18 +69,48 @@ def their_mask(
     return seen
 
 
+def their_fp8(x: Tensor, call: dict[str, Any]) -> Tensor:
+    """What is left of rows after their quantisation; x itself with quant_mode -1."""
+    mode, offsets, fp8 = call["quant_mode"], call["offsets"].tolist(), torch.float8_e4m3fn
+    if mode == -1:
+        return x
+
+    def rounded(rows: Tensor, dims: tuple[int, ...]) -> Tensor:
+        scale = (rows.abs().amax(dims, keepdim=True).float() / 448.0).clamp(min=1e-6)
+        return (rows / scale).to(fp8).float() * scale
+
+    if mode == 0:
+        # what torch's cast does beyond 448 depends on its version: the worse of the two
+        return torch.where(x.abs() <= 464, x.to(fp8).float(), float("nan"))
+    if mode == 5:
+        return rounded(x, (0, 1, 2))
+    pieces = []
+    for start, end in zip(offsets[:-1], offsets[1:], strict=True):
+        blocks = [x[start:end]]
+        if mode in (1, 2):
+            blocks = [x[at : min(at + 128, end)] for at in range(start, end, 128)]
+            assert blocks or mode == 2, "index -1: the last block of a user without one"
+        dims = {1: (2,), 2: (0, 2), 3: (0, 2), 4: (0, 1, 2)}[mode]
+        pieces += [rounded(block, dims) for block in blocks]  # fails on nothing
+    out = torch.cat(pieces)
+    assert mode != 2 or out.shape == x.shape, "x_quantized shape must equal to x shape"
+    return torch.cat([out, x[len(out) :].float()])
+
+
 class TheirKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call):
         ctx.save_for_backward(q, k, v)
         ctx.call = call
-        out, _ = their_rows(q, k, v, call)
+        out, _ = their_rows(*(their_fp8(x, call) for x in (q, k, v)), call)
         return out.to(call["out_dtype"] or q.dtype)
 
     @staticmethod
     def backward(ctx, grad_out):
-        leaves = [x.detach().float().requires_grad_() for x in ctx.saved_tensors]
+        quantized = [their_fp8(x, ctx.call) for x in ctx.saved_tensors]
+        leaves = [x.detach().float().requires_grad_() for x in quantized]
         assert grad_out.stride(-1) == 1, "dout tensor must have contiguous last dimension"
+        grad_out = their_fp8(grad_out, ctx.call)
         with torch.enable_grad():
             out, owned = their_rows(*leaves, ctx.call)
             grads = torch.autograd.grad(out[owned], leaves, grad_out[owned].float())
@@ -109,6 +141,7 @@ def their_call(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
     offsets, window = call["offsets"], call["window"]
     assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
     assert q.shape == k.shape == v.shape and q.shape[2] in (32, 64, 128, 256)
+    assert call["quant_mode"] in range(-1, 6) and (call["quant_mode"] == -1 or q.shape[2] > 32)
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     assert offsets.dtype == torch.int32 and offsets.is_contiguous() and offsets.numel() > 1
     for counts in (call["contexts"], call["targets"]):
@@ -146,7 +179,7 @@ def make_module(signature: str, *, out_dtype: torch.dtype | None = None) -> Modu
         func=None,
         quant_mode=-1,
     ):
-        assert quant_mode == -1 and seqused_q is None and seqused_k is None and rab is None
+        assert seqused_q is None and seqused_k is None and rab is None
         assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
         divisor = max_seqlen_q if scaling_seqlen == -1 else scaling_seqlen
         return their_call(
@@ -162,6 +195,7 @@ def make_module(signature: str, *, out_dtype: torch.dtype | None = None) -> Modu
             window=window_size,
             alpha=alpha,
             out_dtype=out_dtype,
+            quant_mode=quant_mode,
         )
 
     def older(
@@ -200,6 +234,7 @@ def make_module(signature: str, *, out_dtype: torch.dtype | None = None) -> Modu
             window=window_size,
             alpha=alpha,
             out_dtype=out_dtype,
+            quant_mode=-1,
         )
 
     return module_with({"present": present, "older": older}[signature])

@@ -10,7 +10,7 @@ import pytest
 from configs.schema import MixedPrecisionArgs
 from modules.hstu_config import HSTUConfig
 from ops.hstu_attention.reference import visible
-from ops.hstu_attention.spec import AttentionSpec
+from ops.hstu_attention.spec import AttentionSpec, Fp8Spec
 from tests.support.experiments import batch_of, synthetic_experiment
 from training.distributed import World
 from training.flops import (
@@ -129,6 +129,26 @@ def test_emulated_products_count_as_float32_in_a_bf16_model(run_folder: str, wor
         "float32": before["float32"] + layer,
         "bfloat16": before["bfloat16"] - layer,
     }
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("pytorch", "float32"), ("triton", "fp8"), ("cutlass", "fp8")]
+)
+def test_fp8_attention_counts_under_what_its_backend_multiplies_in(
+    run_folder: str, world: World, backend: str, precision: str
+) -> None:
+    plain = synthetic_experiment(run_folder, network={"dtype_str": "bfloat16"})
+    trunk = Trainer(plain, world=world).model.module.trunk
+    batch = batch_of([(3, 2)], batch_size=4)
+    before = StepFlops.of(trunk, plain)(batch)
+    trunk.stack.config = dataclasses.replace(
+        trunk.stack.config, attention_backend=backend, attention_fp8=Fp8Spec(mode="per_block")
+    )
+    found = StepFlops.of(trunk, plain)(batch)
+    # one user of 2 contextual tokens, 3 events of two tokens and 2 candidates, as counted above
+    attention = 2 * 6 * (2 * 8 + 6 * 2 + 6 * 7 // 2 + 2 * (8 + 1)) * 2 * (8 + 8)
+    assert found["bfloat16"] == before["bfloat16"] - attention
+    assert found.get(precision, 0.0) == before.get(precision, 0.0) + attention
 
 
 def test_ideal_time_weighs_each_precision_by_its_peak() -> None:

@@ -22,7 +22,7 @@ from training.trainer import Trainer
 
 OFF = "MixedPrecisionArgs.mixed_precision_dtype = None"
 LINEARS = {False: "MixedPrecisionArgs.linear_recipe = None", True: ""}
-ATTENTION = {False: "", True: "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per_block'"}
+ATTENTION = {False: "MixedPrecisionArgs.hstu_attn_quantization_mode = 'bf16'", True: ""}
 
 
 def fp8_attention(folder: str, mode: str = "per_block", **fields: bool) -> ExperimentArgs:

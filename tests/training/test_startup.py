@@ -42,18 +42,6 @@ def cached_items(experiment: ExperimentArgs) -> ExperimentArgs:
 
 
 NOT_BUILT = {
-    "fp8 attention": (
-        lambda e: dataclasses.replace(
-            e,
-            network=dataclasses.replace(e.network, kernel_backend="triton"),
-            precision=MixedPrecisionArgs(
-                mixed_precision_dtype="fp8", hstu_attn_quantization_mode="per_head"
-            ),
-        ),
-        "MixedPrecisionArgs.hstu_attn_quantization_mode = 'per_head' with "
-        "NetworkArgs.kernel_backend = 'triton' is not built yet; "
-        "what runs: 'bf16', or NetworkArgs.kernel_backend = 'pytorch'",
-    ),
     "tensor parallel FP8 by the present tensor": (
         lambda e: dataclasses.replace(
             e,
@@ -123,22 +111,6 @@ def test_evaluation_needs_fp8_hardware_only_where_it_runs_in_fp8(
     assert asked.precision == in_fp8
     with pytest.raises(RuntimeError, match=rf'linear_backend = "{backend}".*needs a CUDA'):
         check_machine(asked, device_type="cpu")
-
-
-@pytest.mark.parametrize("backend", ["triton", "cutlass"])
-def test_evaluation_needs_fp8_attention_only_where_it_runs_in_fp8(
-    run_folder: str, backend: str
-) -> None:
-    precision = MixedPrecisionArgs(
-        mixed_precision_dtype="fp8", hstu_attn_quantization_mode="per_head"
-    )
-    experiment = synthetic_experiment(run_folder, network={"kernel_backend": backend})
-    experiment = dataclasses.replace(experiment, precision=precision)
-    check_built(_without_start(experiment))
-    in_fp8 = dataclasses.replace(precision, fp8_eval=True)
-    evaluated = _without_start(dataclasses.replace(experiment, precision=in_fp8))
-    with pytest.raises(NotImplementedError, match=f"'per_head' with.*'{backend}'.*'pytorch'"):
-        check_built(evaluated)
 
 
 @pytest.mark.parametrize("backend", ["pytorch", "auto"])
