@@ -108,7 +108,7 @@ def hstu_attention(
         time_bias: (H, num_time_buckets), trained.
         deterministic: the same bits every run; slower bias gradients on a GPU.
         fp8: quantise to FP8, None = not at all; "pytorch" emulates it, "triton" has it on Hopper
-            (`dispatch.refuse_fp8`), other backends refuse it.
+            (`dispatch.refuse_fp8`), "cutlass" where FBGEMM's package has it.
 
     Raises:
         ValueError: shapes, offsets or counts that contradict each other. Values are read only
@@ -142,6 +142,10 @@ def hstu_attention(
             from ops.hstu_attention import fp8_impl  # not at the top: triton may be absent
 
             return fp8_impl.hstu_attention(
+                q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
+            )
+        if backend == "cutlass":
+            return fbgemm_impl.hstu_attention(
                 q_THA, k_THA, v_THV=v_THV, seq_offsets=seq_offsets, spec=spec
             )
         return emulated_impl.hstu_attention(
