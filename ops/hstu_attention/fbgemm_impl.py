@@ -28,12 +28,16 @@ Limits beyond the contract of `ops.hstu_attention`:
     benchmark of their kernels alone must call the package itself.
     Older signature: a user of more than 64 tokens, all candidates, reads the rows before its own
     (by its source), so it is stopped too.
-    FP8: Hopper, the present signature, head dims 64, 128, 256; `ops.hstu_attention.fbgemm_fp8`.
+    FP8: Hopper, the present signature, head dims 64, 128, 256; `ops.hstu_attention.fbgemm_fp8`. A
+    build without it is asked, and refused, when the model is built.
+    per_row: the kernels read transposed copies by TMA, whose rows must lie a multiple of 16 bytes
+    apart, and launch whatever comes of one that do not: so rows are padded to a multiple of 16.
 
 Run on the real package in BF16 at head dims 64, 128 and 256. FP8 never was: the tests hold a
-stand-in of the wrapper against our emulation. Whether a build has a kernel at all (one built with
-HSTU_DISABLE_HDIM... or HSTU_DISABLE_FP8 set writes nothing and says nothing, by its source) shows
-in tests/ops/test_hstu_attention_fbgemm_gpu.py.
+stand-in of the wrapper against our emulation, and the package's own tests leave out per_row to
+per_tensor with lengths that differ or are no multiple of 16. Whether a build has a kernel of a head
+dim at all (one built with HSTU_DISABLE_HDIM... set writes nothing and says nothing, by its source)
+shows in tests/ops/test_hstu_attention_fbgemm_gpu.py.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ops.hstu_attention import fbgemm_fp8
@@ -60,6 +65,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _CAPABILITIES = (8, 9)
 _MAX_USERS = 65535  # their backward has one block in z a user
 _ROWS_PADDED_A_USER = 128  # of their gradient accumulator, counted in 32 bits
+_TMA_ROWS = 16  # in FP8, of transposed copies
 _OLDER_MAX_ONLY_CANDIDATES = 64  # their smallest tile of query rows
 _OLDER_MAX_GRID_GROWTH = 8  # max_seqlen sets the grid: no scaling_seqlen far beyond the lengths
 _HOW_TO_GET_IT = (
@@ -140,13 +146,36 @@ def refuse(device_type: str, shape: CallShape | None) -> str | None:
         return package.refusal
     if shape.fp8 is not None and (refusal := fbgemm_fp8.refuse_device()) is not None:
         return refusal
-    return _refuse_fp8(package, shape.fp8, shape.attention_dim) or _refuse_built(shape)
+    refusal = _refuse_fp8(package, shape.fp8, shape.attention_dim) or _refuse_built(shape)
+    if refusal is None and shape.fp8 is not None and torch.cuda.device_count() > 0:
+        return _refuse_build(package, "cuda")
+    return refusal
 
 
 def _refuse_fp8(package: Package, fp8: Fp8Spec | None, attention_dim: int) -> str | None:
     if fp8 is None:
         return None
     return fbgemm_fp8.refuse(fp8, attention_dim, has_quant_mode=package.takes_scaling_seqlen)
+
+
+@lru_cache(maxsize=1)
+def _refuse_build(package: Package, device_type: str) -> str | None:
+    """Return why this build has no FP8, by a call without rows, which launches no attention."""
+    assert package.attend is not None
+    q = torch.empty(0, 1, fbgemm_fp8.HEAD_DIMS[0], dtype=torch.bfloat16, device=device_type)
+    offsets = torch.zeros(2, dtype=torch.int32, device=device_type)
+    sizes = {"max_seqlen_q": 1, "max_seqlen_k": 1, "scaling_seqlen": 1, "quant_mode": 0}
+    nothing = dict.fromkeys(("seqused_q", "seqused_k", "num_contexts", "num_targets"))
+    try:
+        package.attend(
+            q=q, k=q, v=q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **sizes, **nothing
+        )
+    except RuntimeError as error:
+        return (
+            f"FBGEMM's package hstu has no FP8 in this build ({str(error).splitlines()[0]}); build "
+            "it without HSTU_DISABLE_FP8"
+        )
+    return None
 
 
 def _refuse_built(shape: CallShape) -> str | None:
@@ -275,30 +304,18 @@ def hstu_attention(
     if users.num_rows == 0 or num_users == 0 or spec.max_seq_len == 0:
         return q + k + v  # zeros, and zero gradients for all three
     divisor, factor = _divide(package, spec)
-    arguments = _mask_arguments(spec, users, device)
-    offsets = users.seq_offsets.to(device, torch.int32).contiguous()
     gradients = None
     if spec.fp8 is not None:
         gradients = fbgemm_fp8.Gradients()
-        saturates = spec.fp8.mode == "cast"
-        q, k, v = (gradients.of_input(x[: users.num_rows], saturates=saturates) for x in (q, k, v))
-    if package.takes_scaling_seqlen:
-        max_seqlen = spec.max_seq_len
-        arguments |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "scaling_seqlen": divisor}
-        quant_mode = -1 if spec.fp8 is None else fbgemm_fp8.QUANT_MODES[spec.fp8.mode]
-        arguments |= {"seqused_q": None, "seqused_k": None, "quant_mode": quant_mode}
-    else:
-        max_seqlen = divisor
-        arguments |= {"seq_offsets_q": offsets, "seq_offsets_k": offsets}
+        q, k, v = (_fp8_rows(x, users.num_rows, spec.fp8, gradients) for x in (q, k, v))
     assert package.attend is not None
     out = package.attend(
         q=q,
         k=k,
         v=v,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
         alpha=q.shape[2] ** -0.5,
-        **arguments,
+        **_mask_arguments(spec, users, device),
+        **_size_arguments(package, spec, users.seq_offsets.to(device, torch.int32), divisor),
     )
     if out.requires_grad:
         out.register_hook(Tensor.contiguous)  # they take no other output gradient
@@ -311,6 +328,38 @@ def hstu_attention(
     if factor is not None:
         out = out.float() * factor
     return out.to(q.dtype)
+
+
+def _fp8_rows(x: Tensor, num_rows: int, fp8: Fp8Spec, gradients: fbgemm_fp8.Gradients) -> Tensor:
+    """Return the rows of q, k or v for their wrapper, with zeros behind where it needs more."""
+    x = x[:num_rows]
+    if fp8.mode == "per_row":
+        x = F.pad(x, (0, 0, 0, 0, 0, -num_rows % _TMA_ROWS))
+    return gradients.of_input(x, saturates=fp8.mode == "cast")
+
+
+def _size_arguments(
+    package: Package, spec: AttentionSpec, offsets: Tensor, divisor: int
+) -> dict[str, Any]:
+    """Return what the two signatures call by different names."""
+    offsets = offsets.contiguous()
+    if not package.takes_scaling_seqlen:
+        return {
+            "max_seqlen_q": divisor,
+            "max_seqlen_k": divisor,
+            "seq_offsets_q": offsets,
+            "seq_offsets_k": offsets,
+        }
+    return {
+        "max_seqlen_q": spec.max_seq_len,
+        "max_seqlen_k": spec.max_seq_len,
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "seqused_q": None,
+        "seqused_k": None,
+        "scaling_seqlen": divisor,
+        "quant_mode": -1 if spec.fp8 is None else fbgemm_fp8.QUANT_MODES[spec.fp8.mode],
+    }
 
 
 def _mask_arguments(

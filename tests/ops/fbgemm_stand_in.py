@@ -149,11 +149,17 @@ def their_call(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
         assert counts is None or counts.dtype == torch.int32
         assert counts is None or counts.shape == (offsets.numel() - 1,)
     assert call["group"] > 0
+    # transposed copies of one byte an element, rows a multiple of 16 bytes apart
+    assert call["quant_mode"] != 1 or q.shape[0] % 16 == 0, "no TMA descriptor"
     assert isinstance(call["divisor"], int) and isinstance(call["alpha"], float)
+    if q.shape[0] == 0:
+        return torch.zeros_like(q)
     return TheirKernel.apply(q, k, v, call)
 
 
-def make_module(signature: str, *, out_dtype: torch.dtype | None = None) -> ModuleType:
+def make_module(
+    signature: str, *, out_dtype: torch.dtype | None = None, has_fp8: bool = True
+) -> ModuleType:
     def present(
         q,
         k,
@@ -181,6 +187,8 @@ def make_module(signature: str, *, out_dtype: torch.dtype | None = None) -> Modu
     ):
         assert seqused_q is None and seqused_k is None and rab is None
         assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
+        if quant_mode != -1 and not has_fp8:
+            raise RuntimeError("This hstu attention build does not support fp8_e4m3.\nframe #0")
         divisor = max_seqlen_q if scaling_seqlen == -1 else scaling_seqlen
         return their_call(
             q,

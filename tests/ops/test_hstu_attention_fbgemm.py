@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ops.hstu_attention import CallShape, available_backends, choose_backend, fbgemm_impl
 from ops.hstu_attention import hstu_attention as public_op
-from ops.hstu_attention.spec import AttentionSpec
+from ops.hstu_attention.spec import AttentionSpec, Fp8Spec
 from tests.ops.fbgemm_stand_in import (
     DIM,
     NUM_HEADS,
@@ -278,6 +278,43 @@ def test_calls_they_do_not_have_are_refused_at_build(
 def test_calls_they_have_are_let_through_at_build(signature: str, fields: dict[str, Any]) -> None:
     shape = CallShape(**CALL, **fields)
     assert choose_backend("cutlass", device_type="cuda", shape=shape) == "cutlass"
+
+
+@pytest.mark.parametrize("has_fp8", [True, False])
+def test_a_build_without_fp8_is_refused_at_build(
+    install, monkeypatch: pytest.MonkeyPatch, has_fp8: bool
+) -> None:
+    install(make_module("present", has_fp8=has_fp8))
+    ask = fbgemm_impl._refuse_build
+    monkeypatch.setattr(fbgemm_impl, "_refuse_build", lambda package, _: ask(package, "cpu"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(fbgemm_impl.fbgemm_fp8, "refuse_device", lambda: None)
+    shape = CallShape(**CALL, fp8=Fp8Spec(mode="per_head"))
+    reason = fbgemm_impl.refuse("cuda", shape)
+    assert (reason is None) == has_fp8
+    assert has_fp8 or "does not support fp8_e4m3.); build it without HSTU_DISABLE" in (reason or "")
+    assert fbgemm_impl.refuse("cuda", CallShape(**CALL)) is None
+
+
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 17])
+def test_fp8_per_row_gets_whole_rows_of_transposed_copies(install, num_rows: int) -> None:
+    module, seen = make_module("present"), []
+    theirs = module.hstu_attn_varlen_func
+
+    def note(q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
+        seen.append((q.shape[0], others["quant_mode"]))
+        return theirs(q, k, v, **others)
+
+    note.__signature__ = inspect.signature(theirs)
+    install(module_with(note))
+    q = torch.randn(num_rows, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    offsets = torch.tensor([0, num_rows])
+    for mode in ("per_row", "per_batch"):
+        spec = AttentionSpec(max_seq_len=17, scaling_seqlen=17, fp8=Fp8Spec(mode=mode))
+        out = fbgemm_impl.hstu_attention(q, q, v_THV=q, seq_offsets=offsets, spec=spec)
+        (grad,) = torch.autograd.grad(out.sum(), [q])
+        assert out.shape == q.shape and out.isfinite().all() and grad.isfinite().all()
+    assert seen == [(-(-num_rows // 16) * 16, 1), (num_rows, 4)]
 
 
 def test_deterministic_is_refused(signature: str) -> None:

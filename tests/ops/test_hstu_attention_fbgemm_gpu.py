@@ -22,7 +22,9 @@ NUM_HEADS, EXTRA_ROWS = 2, 3
 Bounds = tuple[float, float, float, float]
 BF16_BOUNDS: Bounds = (4e-3, 8e-3, 8e-3, 8e-3)
 # twice what was measured of them on other data (o, dq, dk, dv): 1.2e-2, 3.0e-2, 5.4e-2, 4.7e-2
-FP8_BOUNDS: Bounds = (2.5e-2, 6e-2, 0.11, 0.1)
+FP8_BOUNDS: Bounds = (2.4e-2, 6e-2, 0.108, 9.4e-2)
+FP8 = [pytest.param(mode, id=f"fp8-{mode}") for mode in FP8_MODES]
+ALL = [pytest.param(None, id="bf16"), *FP8]
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +94,7 @@ def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 @pytest.mark.parametrize("dim", fbgemm_fp8.HEAD_DIMS)
-@pytest.mark.parametrize("mode", [None, *FP8_MODES])
+@pytest.mark.parametrize("mode", ALL)
 def test_it_is_as_near_the_oracle_as_it_was_measured(mode: str | None, dim: int) -> None:
     rows, arguments, grad = inputs(dim, fill=0.0)
     found = of_theirs(rows, arguments, grad, mode)
@@ -105,7 +107,7 @@ def test_it_is_as_near_the_oracle_as_it_was_measured(mode: str | None, dim: int)
         print(mode, dim, errors(found, expected), errors(emulated, expected))
 
 
-@pytest.mark.parametrize("mode", [None, *FP8_MODES])
+@pytest.mark.parametrize("mode", ALL)
 def test_rows_of_nobody_and_recycled_memory_change_nothing(mode: str | None) -> None:
     rows, arguments, grad = inputs(128, fill=0.0)
     expected = of_theirs(rows, arguments, grad, mode)
@@ -118,7 +120,7 @@ def test_rows_of_nobody_and_recycled_memory_change_nothing(mode: str | None) -> 
     assert max(errors(found[1:], expected[1:])) < 5e-3  # their dq adds in no fixed order
 
 
-@pytest.mark.parametrize("mode", FP8_MODES)
+@pytest.mark.parametrize("mode", FP8)
 def test_a_small_output_gradient_is_not_flushed(mode: str) -> None:
     rows, arguments, grad = inputs(128, fill=0.0)
     expected = of_theirs(rows, arguments, grad, mode)
@@ -126,7 +128,7 @@ def test_a_small_output_gradient_is_not_flushed(mode: str) -> None:
     assert max(errors([x * 2.0**30 for x in found[1:]], expected[1:])) < 5e-3
 
 
-def test_cast_saturates() -> None:
+def test_fp8_cast_saturates() -> None:
     rows, arguments, grad = inputs(128, fill=0.0)
     with torch.no_grad():
         rows[2][5, 0, 3] = 1e4
