@@ -230,15 +230,12 @@ REFUSALS = {
     "FP8 attention": (
         {
             "MixedPrecisionArgs.mixed_precision_dtype": "fp8",
+            "MixedPrecisionArgs.linear_recipe": None,
             "MixedPrecisionArgs.hstu_attn_quantization_mode": "per_head",
             "NetworkArgs.kernel_backend": "triton",
+            "NetworkArgs.kv_channels": 64,
         },
-        [
-            "MixedPrecisionArgs.hstu_attn_quantization_mode",
-            "per_head",
-            "'bf16'",
-            "NetworkArgs.kernel_backend = 'pytorch'",
-        ],
+        ["NetworkArgs.kernel_backend = 'triton'", "CUDA device", "what runs here: pytorch"],
     ),
     "prefetch": ({"TrainerArgs.pipeline_type": "prefetch"}, ["prefetch", "native"]),
     "tensor parallel": (
