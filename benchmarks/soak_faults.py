@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.soak_job import ROOT, Job, records
 from configs.loader import load_experiment
@@ -103,11 +104,18 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def newest_whole(run: Path) -> Path:
     """The newest checkpoint of a run; it is read in full, and finite."""
-    newest = latest_checkpoint(run / "checkpoints")
-    assert newest is not None, f"{run}: no checkpoint is left"
-    floats = [value for value in tensors(newest).values() if value.is_floating_point()]
-    assert all(bool(value.isfinite().all()) for value in floats), f"{newest}: not finite"
-    return newest
+    while True:
+        newest = latest_checkpoint(run / "checkpoints")
+        assert newest is not None, f"{run}: no checkpoint is left"
+        try:
+            values = tensors(newest).values()
+        except (OSError, CheckpointException, RuntimeError):
+            if newest.exists():
+                raise
+            continue  # the job has gone on, and dropped it for newer ones
+        floats = [value for value in values if value.is_floating_point()]
+        assert all(bool(value.isfinite().all()) for value in floats), f"{newest}: not finite"
+        return newest
 
 
 def _last_run(folder: Path) -> Path:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from benchmarks import soak_faults
 from benchmarks.soak import Row, report, run
-from benchmarks.soak_faults import FAULTS
+from benchmarks.soak_faults import FAULTS, newest_whole
 from tests.support.commands import run_command
 
 
@@ -39,3 +43,24 @@ def test_a_fault_that_is_not_survived_is_counted_and_named() -> None:
     assert "| lost | 2 | 0 | - | - |" in text
     assert "| kept | 1 | 1 | 2.0 | 2.0 |" in text
     assert "- lost: AssertionError: a checkpoint is gone" in text
+
+
+def test_a_checkpoint_that_the_job_has_dropped_meanwhile_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = tmp_path / "step-1", tmp_path / "step-2"
+    newer.mkdir()
+    found = iter([older, newer])
+
+    def read(checkpoint: Path) -> dict[str, torch.Tensor]:
+        if checkpoint == older:
+            raise FileNotFoundError(checkpoint)
+        return {"weight": torch.ones(1)}
+
+    monkeypatch.setattr(soak_faults, "latest_checkpoint", lambda folder: next(found))
+    monkeypatch.setattr(soak_faults, "tensors", read)
+    assert newest_whole(tmp_path) == newer
+    older.mkdir()
+    monkeypatch.setattr(soak_faults, "latest_checkpoint", lambda folder: older)
+    with pytest.raises(FileNotFoundError):
+        newest_whole(tmp_path)
