@@ -17,6 +17,7 @@ under row-wise Adagrad; --small makes all of it fit a laptop.
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import json
 import statistics
@@ -214,6 +215,7 @@ def _measured(
         figures = run.measure(steps=arguments.steps, windows=arguments.windows)
     if world.device.type == "cuda":
         del run
+        gc.collect()  # modules and their hooks are cycles, which hold the table
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return figures

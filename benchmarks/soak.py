@@ -4,21 +4,25 @@
     python benchmarks/soak.py --folder /tmp/soak --faults kill=2      # a short form
     python benchmarks/soak.py --folder /tmp/soak --report benchmarks/soak_NAME.md
 
-Two ranks train the synthetic example on the CPU under torchrun and save every 5 steps in the
-background. A try survives if the job ends as it should and nothing is lost: finished runs have the
-records and, bit for bit, the final checkpoint of a run that nobody disturbed; failed ones leave a
-newest checkpoint that loads, and a message. Exit status 1: a try did not survive, or hung.
+Two ranks train the synthetic example under torchrun and save every 5 steps in the background; on a
+GPU: --processes 1 --gin-binding "TrainerArgs.deterministic = True". A try survives if the job ends
+as it should and nothing is lost: finished runs have the records and, bit for bit, the final
+checkpoint of a run that nobody disturbed; failed ones leave a newest checkpoint that loads, and a
+message. Exit status 1: a try did not survive, or hung.
 """
 
 import argparse
 import platform
 import random
+import shlex
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -69,13 +73,12 @@ def run(soak: Soak, name: str, tries: int) -> Row:
     return row
 
 
-def report(rows: dict[str, Row], *, command: str, commit: str) -> str:
+def report(rows: dict[str, Row], *, command: str, commit: str, machine: str) -> str:
     """The table as Markdown."""
     lines = [
         "# Soak: faults against a training job",
         "",
-        f"Commit {commit}, Python {platform.python_version()}, {platform.processor() or 'x86-64'}, "
-        "CPU, two ranks on two shared cores. `" + command + "`",
+        f"Commit {commit}, Python {platform.python_version()}, {machine}. `" + command + "`",
         "",
         (__doc__ or "").rpartition("\n\n")[2].strip(),
         "Seconds: from the fault to the next training record where the job goes on by itself, to",
@@ -91,12 +94,20 @@ def report(rows: dict[str, Row], *, command: str, commit: str) -> str:
     return "\n".join([*lines, *([""] if failures else []), *failures]) + "\n"
 
 
+def device_name() -> str:
+    """What the jobs run on."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Faults against training jobs.")
     parser.add_argument("--folder", type=Path, required=True, help="for runs; filled, not emptied")
     parser.add_argument("--faults", nargs="*", metavar="NAME=TRIES", help=", ".join(FAULTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300, help="of a job; short ones end early")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--gin-config-file", default="benchmark_ranking.gin")
+    parser.add_argument("--gin-binding", action="append", default=[])
     parser.add_argument("--report", type=Path, help="Markdown file to write")
     arguments = parser.parse_args()
     wanted = _FULL
@@ -104,13 +115,25 @@ def main() -> None:
         pairs = [text.rpartition("=") for text in arguments.faults]
         wanted = {name: int(tries) for name, _, tries in pairs}
     chance = random.Random(arguments.seed)
-    soak = Soak(arguments.folder, chance, num_steps=arguments.steps)
+    soak = Soak(
+        arguments.folder,
+        chance,
+        num_steps=arguments.steps,
+        processes=arguments.processes,
+        gin_file=arguments.gin_config_file,
+        bindings=tuple(arguments.gin_binding),
+    )
     begin = time.monotonic()
     rows = {name: run(soak, name, tries) for name, tries in wanted.items()}
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    text = report(rows, command=f"python benchmarks/soak.py --seed {arguments.seed}", commit=commit)
+    text = report(
+        rows,
+        command=shlex.join(["python", *sys.argv]),
+        commit=commit,
+        machine=f"{arguments.processes} ranks on {device_name()}",
+    )
     print(f"{text}\n{time.monotonic() - begin:.0f} s")
     if arguments.report:
         arguments.report.write_text(text)

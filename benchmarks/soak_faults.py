@@ -54,10 +54,14 @@ class Soak:
 
     Args:
         num_steps: of jobs that are disturbed by the clock.
+        options: of all jobs (`Job`): processes, gin_file, bindings.
     """
 
-    def __init__(self, folder: Path, chance: random.Random, *, num_steps: int = 300) -> None:
+    def __init__(
+        self, folder: Path, chance: random.Random, *, num_steps: int = 300, **options: Any
+    ) -> None:
         self.num_steps = num_steps
+        self.options = options
         self.folder = folder
         self.chance = chance
         self._undisturbed: dict[int, Path] = {}
@@ -68,7 +72,7 @@ class Soak:
         self._count += 1
         values = {"TrainerArgs.max_train_iters": num_steps} | options.pop("values", {})
         folder = self.folder / f"{name.replace(' ', '-')}-{os.getpid()}-{self._count}"
-        return Job(folder, values=values, **options)
+        return Job(folder, values=values, **self.options, **options)
 
     def undisturbed(self, num_steps: int) -> Path:
         """The folder of a run of so many steps that went well."""
@@ -302,7 +306,7 @@ def _resumed(soak: Soak, run: Path) -> list[float]:
         "TrainerArgs.output_dir": str(run),
     }
     begin = time.monotonic()
-    with Job(run, values=values, flags=("--resume", "latest")) as job:
+    with Job(run, values=values, flags=("--resume", "latest"), **soak.options) as job:
         told = job.num_records()
         job.until("record", lambda: job.num_records() > told)
         seconds = time.monotonic() - begin

@@ -41,6 +41,7 @@ class Job:
         folder: of the run (output_dir); the log goes beside it.
         values: settings beside ``SMALL``, by "Class.field".
         processes: ranks on this host.
+        gin_file, bindings: what is trained; ``values`` come after.
         max_restarts: of torchrun.
         flags: of the entry.
         script: in place of the entry.
@@ -52,6 +53,8 @@ class Job:
         *,
         values: Mapping[str, Any],
         processes: int = 2,
+        gin_file: str = "benchmark_ranking.gin",
+        bindings: tuple[str, ...] = (),
         max_restarts: int = 0,
         flags: tuple[str, ...] = (),
         script: str = "pretrain_gr_ranking.py",
@@ -61,7 +64,8 @@ class Job:
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc_per_node={processes}", f"--max-restarts={max_restarts}", script),
-            *("--gin-config-file", "benchmark_ranking.gin", *flags),
+            *("--gin-config-file", gin_file, *flags),
+            *(f"--gin-binding={binding}" for binding in bindings),
             *(f"--gin-binding={name} = {value!r}" for name, value in settings.items()),
         ]
         self.log = folder.with_suffix(".log")

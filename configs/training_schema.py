@@ -54,6 +54,10 @@ class TrainerArgs(CheckedArgs):
     """Seed of initial weights, sample order, window borders, ties, negatives, dropout and synthetic
     data."""
 
+    deterministic: bool = False
+    """Same settings, same bits, on a GPU too: kernels with a fixed order of sums, which are slower.
+    A CPU repeats itself anyway. An operation without such a form ends the run with its name."""
+
     early_stopping_metric: Name | None = None
     """Validation metric that must keep improving (auc, gauc, ne, logloss, loss; hr@k, ndcg@k, mrr
     for retrieval); None = no early stop. With it the weights of the best evaluation are kept, and

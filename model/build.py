@@ -218,6 +218,7 @@ def _layer_config(
         experiment.network,
         disable_contextual_mask=experiment.resolved_disable_contextual_mask,
         device_type=device_type,
+        deterministic=experiment.trainer.deterministic,
         max_num_users=_largest_batch(experiment.trainer),
         max_seq_len=experiment.max_seq_len,
         precision=experiment.precision if plan.is_fp8 else None,

@@ -42,6 +42,7 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
     # torch takes seconds to import: everything that can fail without it has been checked.
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from training.determinism import fixed_order_of_sums
     from training.distributed import process_group
     from training.restart import resumed_after_restart
     from training.telemetry import set_up_logging
@@ -51,6 +52,7 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
     def launched() -> None:
         with ExitStack() as stack:
             with _told_in_one_line():
+                stack.enter_context(fixed_order_of_sums(experiment.trainer.deterministic))
                 timeout_seconds = experiment.trainer.process_group_timeout_seconds
                 world = stack.enter_context(process_group(timeout_seconds=timeout_seconds))
                 set_up_logging(is_main=world.is_main)

@@ -3,8 +3,10 @@
 import hashlib
 import logging
 import math
+import os
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
@@ -39,6 +41,7 @@ from training.distributed import World
 logger = logging.getLogger(__name__)
 
 _ROWS_PER_DRAW = 65_536
+_MOST_DRAWING_THREADS = 16  # each holds a block of rows, in FP32
 _COLUMN_UNIT = 4  # FBGEMM reads rows in vectors of this many numbers
 _FEWEST_COLUMNS = 32  # a narrower part of a row costs as much to look up
 _KERNELS = {"device": "fused", "host": "fused_uvm", "host_cached": "fused_uvm_caching"}
@@ -306,18 +309,26 @@ def initialize_dense(model: nn.Module, *, seed: int, name: str = "") -> None:
 
 
 @torch.no_grad()
-def initialize_tables(model: DistributedModelParallel, *, seed: int, std: float) -> None:
+def initialize_tables(
+    model: DistributedModelParallel, *, seed: int, std: float, ranks_per_host: int
+) -> None:
     """Fills the sharded rows with normal(0, std), whatever the number of ranks.
 
     Rows are drawn in blocks keyed by (seed, table, block), so a rank draws only the blocks that
     hold its own rows and the table is the same for any sharding.
+
+    Args:
+        ranks_per_host: processes that share the cores; each takes its share of them.
     """
+    num_cores = len(os.sched_getaffinity(0))
+    num_threads = min(_MOST_DRAWING_THREADS, max(1, num_cores // ranks_per_host))
     for name, weight in model.state_dict().items():
         if not (hasattr(weight, "local_shards") and name.endswith(".weight")):
             continue
         for shard in weight.local_shards():
             _fill(shard.tensor, name, size=tuple(weight.size()),
-                  offsets=tuple(shard.metadata.shard_offsets), seed=seed, std=std)  # fmt: skip
+                  offsets=tuple(shard.metadata.shard_offsets), seed=seed, std=std,
+                  num_threads=num_threads)  # fmt: skip
 
 
 def _fill(
@@ -328,14 +339,21 @@ def _fill(
     offsets: tuple[int, ...],
     seed: int,
     std: float,
+    num_threads: int,
 ) -> None:
     first_row, first_column = offsets
     end_row, end_column = first_row + rows.size(0), first_column + rows.size(1)
-    for begin in range(first_row // _ROWS_PER_DRAW * _ROWS_PER_DRAW, end_row, _ROWS_PER_DRAW):
+
+    @torch.no_grad()
+    def fill(begin: int) -> None:
         # Always a whole block: how many numbers are drawn must not depend on the sharding.
         end = min(begin + _ROWS_PER_DRAW, size[0])
         draw = torch.randn(end - begin, size[1], generator=_generator(seed, f"{name}/{begin}"))
         low, high = max(begin, first_row), min(end, end_row)
-        rows[low - first_row : high - first_row] = (
-            std * draw[low - begin : high - begin, first_column:end_column]
-        )
+        own = draw[low - begin : high - begin, first_column:end_column]
+        rows[low - first_row : high - first_row] = own.mul_(std)
+
+    blocks = range(first_row // _ROWS_PER_DRAW * _ROWS_PER_DRAW, end_row, _ROWS_PER_DRAW)
+    # A draw is one thread's work: ten million rows of 1024 take a minute of one.
+    with ThreadPoolExecutor(max_workers=num_threads) as pool:
+        list(pool.map(fill, blocks))

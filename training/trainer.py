@@ -114,7 +114,12 @@ class Trainer:
         if trains:
             fuse_table_optimizer(model.tables, experiment.optimizer, device_type=world.device.type)
         self.model = shard_tables(model, specs, world=world, trainer=trainer)
-        initialize_tables(self.model, seed=trainer.seed, std=experiment.network.embedding_init_std)
+        initialize_tables(
+            self.model,
+            seed=trainer.seed,
+            std=experiment.network.embedding_init_std,
+            ranks_per_host=world.local_world_size,
+        )
         self.evaluator = build_evaluator(
             experiment, self.model, self.datasets, world=world, group=self.grid.data_group
         )

@@ -39,7 +39,7 @@ def test_a_fault_that_is_not_survived_is_counted_and_named() -> None:
         del FAULTS["lost"]
     assert (row.tries, row.survived) == (2, 0)
     text = report({"lost": row, "kept": Row(tries=1, survived=1, seconds=[2.0])}, command="c",
-                  commit="abc")  # fmt: skip
+                  commit="abc", machine="m")  # fmt: skip
     assert "| lost | 2 | 0 | - | - |" in text
     assert "| kept | 1 | 1 | 2.0 | 2.0 |" in text
     assert "- lost: AssertionError: a checkpoint is gone" in text
