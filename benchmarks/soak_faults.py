@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from benchmarks.soak_job import ROOT, Job, records
 from configs.loader import load_experiment
 from data.manifest import read_manifest
-from data.preprocess import main as preprocess
 from training.checkpoint import latest_checkpoint, read_state
 from training.checkpoint_reader import TensorReader
 from training.startup import check_data
@@ -218,6 +217,8 @@ def full_disk(soak: Soak, tries: int) -> list[float]:
 
 def data_damaged(soak: Soak, tries: int) -> list[float]:
     """Bytes of a data file are changed, or its end is cut off: refused before training."""
+    from data.preprocess import main as preprocess  # needs polars, which training does not
+
     good, bad = soak.folder / "data", soak.folder / "data-damaged"
     if not good.exists():
         source = str(ROOT / "tests/fixtures/ml-100k")

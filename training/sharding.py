@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel
@@ -157,15 +158,18 @@ def _plan(
 ) -> ShardingPlan:
     """Which rank gets what of each table.
 
-    A pure function of equal inputs, so each rank makes its own: a planner error then reaches every
-    rank, where a broadcast would leave the others waiting.
+    A pure function of inputs that are equal on all, so each rank makes its own: a planner error
+    then reaches every rank, where a broadcast would leave the others waiting.
     """
     prefetches = trainer.pipeline_type == "prefetch"
+    device_bytes, host_bytes = _memory(world)
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world.world_size,
             local_world_size=world.local_world_size,
             compute_device=world.device.type,
+            hbm_cap=device_bytes,
+            ddr_cap=host_bytes,
         ),
         batch_size=trainer.train_batch_size,
         constraints={
@@ -182,9 +186,24 @@ def _plan(
             raise RuntimeError(
                 f"the tables do not fit the memory of {world.world_size} ranks; the largest is "
                 f"{largest.name!r} with {largest.num_rows} rows of {largest.dim} numbers (as many "
-                "rows as the highest id asks for). Start more processes, or set "
-                f"NetworkArgs.item_embedding_dim ({str(error).splitlines()[0]})"
+                "rows as the highest id asks for). Start more processes, set NetworkArgs."
+                "item_embedding_dim, or on a GPU EmbeddingArgs.placement = 'host_cached' "
+                f"({str(error).splitlines()[0]})"
             ) from None
+
+
+def _memory(world: World) -> tuple[int, int]:
+    """Bytes of a rank's device and its share of the host, the smallest of all ranks: plans must
+    agree. Left to itself TorchRec takes a GPU for one of 32 GiB; collective."""
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_world_size
+    device_bytes = 0
+    if world.device.type == "cuda":
+        device_bytes = torch.cuda.get_device_properties(world.device).total_memory
+    found = torch.tensor([device_bytes, host_bytes], device=world.device)
+    if world.world_size > 1:
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    device_bytes, host_bytes = found.tolist()
+    return device_bytes, host_bytes
 
 
 def _forget_rows(kernel: Any, *, pruned_indices: Tensor, **_where: Tensor) -> None:

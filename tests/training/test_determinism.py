@@ -1,4 +1,4 @@
-"""`TrainerArgs.deterministic`: what it switches, that it reaches the attention, and that runs pass."""
+"""`TrainerArgs.deterministic`: what it switches, that the attention hears of it, that runs pass."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -48,6 +49,30 @@ def test_weights_do_not_depend_on_the_number_of_ranks(
     shards = sorted(pair[0]["shards"] + pair[1]["shards"], key=lambda shard: shard[0])
     assert len(shards) == 2
     assert torch.equal(torch.cat([rows for _, rows in shards]), alone["shards"][0][1])
+
+
+@pytest.mark.parametrize("num_bytes", [2**20, 2**40])
+def test_tables_are_held_against_the_memory_that_is_there(
+    run_folder: str, world: World, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    """100,000 rows of 32 numbers are 13 MB."""
+    monkeypatch.setattr(
+        sharding.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1}.get(name, num_bytes)
+    )
+    plain = synthetic_experiment(run_folder)
+    tables = tuple(
+        dataclasses.replace(table, item_vocab_size_or_capacity=100_000)
+        if table.table_name == "item"
+        else table
+        for table in plain.dataset.embedding_args or ()
+    )
+    dataset = dataclasses.replace(plain.dataset, embedding_args=tables)
+    experiment = dataclasses.replace(plain, dataset=dataset)
+    if num_bytes == 2**20:
+        with pytest.raises(RuntimeError, match="do not fit the memory of 1 ranks.*100000 rows"):
+            Trainer(experiment, world=world)
+    else:
+        Trainer(experiment, world=world)
 
 
 def test_ranks_draw_different_dropout(run_folder: str, two_ranks: TwoRanks) -> None:
