@@ -4,16 +4,16 @@
     python benchmarks/checkpoint_overhead.py --folder /tmp/overhead --small  # tries the script
 
 Layers of h512_128x512 (benchmarks/hstu_layer.py) and an item table, trained by the Trainer on
-synthetic data; a save every 100 steps, in the background and in the way. Prints a JSON object a
-run: median and mean step, saves counted in, the mean's overhead over the runs without saves, which
-stand first and last to show drift, the bytes of a checkpoint, and what the first save costs beside
-(page-locked memory for the copy, once a run). write_s over the seconds of 100 steps means that the
+synthetic data in one run, block by block: without saves and with one every 100 steps, in turn; at
+the end one with saves that are waited for. The last 100 steps of each block of 200 are timed, so
+what a save leaves running is done before a block without. The first block, with the first save,
+which takes page-locked memory for all others, is told apart. Prints a JSON object for each kind of
+block, medians over blocks, and the overhead. write_s over the seconds of 100 steps means that the
 storage does not keep up: a save then waits for the one before. Exit status 1: 3% or more for saves
 in the background.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import shutil
@@ -31,7 +31,10 @@ from configs.loader import load_experiment
 from configs.schema import ExperimentArgs
 
 _LIMIT_PERCENT = 3.0
-_FIRST, _LAST = 150, 450  # steps that are timed
+_BLOCK = 200
+_SETTLES = 100
+_INTERVAL = 100
+_ORDER = ("first", *("none", "background") * 4, "none", "waiting")
 
 _SIZES: dict[str, Any] = {
     "TrainerArgs.train_batch_size": 128,
@@ -44,18 +47,21 @@ _SIZES: dict[str, Any] = {
     "NetworkArgs.dtype_str": "bfloat16",
     "lengths/RandomDistribution.mean": 240,
 }
-_RUNS = {"none": (0, True), "background": (100, True), "waiting": (100, False), "again": (0, True)}
 
 
-def experiment(folder: Path, *, interval: int, in_background: bool, small: bool) -> ExperimentArgs:
-    """150 steps to settle, the first save among them, then 300 that are timed, with 3 saves."""
+def kind_at(step: int) -> str:
+    """The block that what follows a step belongs to."""
+    return _ORDER[min(step // _BLOCK, len(_ORDER) - 1)]
+
+
+def experiment(folder: Path, *, small: bool) -> ExperimentArgs:
+    """All blocks, with a save due every 100 steps."""
     values: dict[str, Any] = {
         "TrainerArgs.output_dir": str(folder),
-        "TrainerArgs.max_train_iters": _LAST + 1,
-        "OptimizerArgs.sparse_optimizer_str": "rowwise_adagrad",
+        "TrainerArgs.max_train_iters": _BLOCK * len(_ORDER) + 1,
         "TrainerArgs.eval_interval": 100_000,
-        "TrainerArgs.ckpt_save_interval": interval,
-        "TrainerArgs.ckpt_in_background": in_background,
+        "TrainerArgs.ckpt_save_interval": _INTERVAL,
+        "OptimizerArgs.sparse_optimizer_str": "rowwise_adagrad",
         "BenchmarkDatasetArgs.num_generated_batches": 20,
     }
     bindings = [
@@ -64,29 +70,36 @@ def experiment(folder: Path, *, interval: int, in_background: bool, small: bool)
     return load_experiment("benchmark_ranking.gin", bindings=bindings, task="ranking")
 
 
-def timed_run(args: ExperimentArgs) -> tuple[list[float], list[float]]:
-    """When each step of a run had ended (with a wait for the device), and seconds of each write."""
+def timed_run(args: ExperimentArgs) -> tuple[list[float], dict[str, list[float]]]:
+    """When each step had ended (with a wait for the device), and seconds of the writes by kind."""
     from training.checkpoint import Checkpointer
     from training.distributed import process_group
     from training.step import StepResult, TrainStep
     from training.trainer import Trainer
 
     ends: list[float] = []
-    writes: list[float] = []
-    step, write = TrainStep.__call__, Checkpointer._write
+    writes: dict[str, list[float]] = {}
+    step, save, write = TrainStep.__call__, Checkpointer.save, Checkpointer._write
 
     def timed_step(self: TrainStep, *arguments: Any, **options: Any) -> StepResult:
         result = step(self, *arguments, **options)
         ends.append(time.perf_counter())
         return result
 
-    def timed_write(self: Checkpointer, *arguments: Any) -> None:
+    def save_if_due(self: Checkpointer, folder: Path, number: int, **options: Any) -> Path:
+        kind = kind_at(number)
+        if kind == "none":
+            return folder
+        return save(self, folder, number, **options | {"in_background": kind != "waiting"})
+
+    def timed_write(self: Checkpointer, tensors: Any, final: Path, state: dict[str, Any]) -> None:
         begin = time.perf_counter()
-        write(self, *arguments)
-        writes.append(time.perf_counter() - begin)
+        write(self, tensors, final, state)
+        writes.setdefault(kind_at(state["step"]), []).append(time.perf_counter() - begin)
 
     with (
         mock.patch.object(TrainStep, "__call__", timed_step),
+        mock.patch.object(Checkpointer, "save", save_if_due),
         mock.patch.object(Checkpointer, "_write", timed_write),
         process_group() as world,
     ):
@@ -100,33 +113,31 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="the sizes of benchmark_ranking.gin")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    found: dict[str, float] = {}
-    for name, (interval, in_background) in _RUNS.items():
-        folder = arguments.folder / name
-        args = experiment(
-            folder, interval=interval, in_background=in_background, small=arguments.small
-        )
-        args = dataclasses.replace(args, name=name)
-        ends, writes = timed_run(args)
-        all_ms = [1000 * (end - begin) for begin, end in itertools.pairwise(ends)]
-        steps_ms = all_ms[_FIRST - 1 : _LAST - 1]
-        files = list(folder.glob("checkpoints/step-*/*"))
-        found[name] = mean(steps_ms)
+    ends, writes = timed_run(experiment(arguments.folder, small=arguments.small))
+    checkpoints = list(arguments.folder.glob("checkpoints/step-*"))
+    num_bytes = sum(file.stat().st_size for path in checkpoints for file in path.iterdir())
+    steps_ms = [1000 * (end - begin) for begin, end in itertools.pairwise(ends)]
+    blocks: dict[str, list[float]] = {}
+    for number, kind in enumerate(_ORDER):
+        first = number * _BLOCK + _SETTLES - 1
+        blocks.setdefault(kind, []).append(mean(steps_ms[first : first + _INTERVAL]))
+    for kind, found in blocks.items():
         shown = {
-            "saves": name,
-            "step_ms": round(found[name], 3),
-            "median_step_ms": round(median(steps_ms), 3),
-            "longest_step_ms": round(max(steps_ms), 1),
-            "first_save_ms": round(max(all_ms[90:110]) - median(steps_ms), 1),
-            "write_s": round(median(writes), 2) if writes else None,
-            "checkpoint_bytes": sum(file.stat().st_size for file in files)
-            // max(1, len(list(folder.glob("checkpoints/step-*")))),
+            "saves": kind,
+            "step_ms": round(median(found), 3),
+            "spread_ms": round(max(found) - min(found), 3),
+            "write_s": round(median(writes[kind]), 2) if kind in writes else None,
         }
         print(json.dumps(shown), flush=True)
-        shutil.rmtree(folder)
-    base = min(found["none"], found["again"])
-    overhead = {name: round(100 * (found[name] / base - 1), 2) for name in found}
+    print(json.dumps({"checkpoint_bytes": num_bytes // len(checkpoints)}))
+    base = median(blocks["none"])
+    overhead = {
+        kind: round(100 * (median(found) / base - 1), 2)
+        for kind, found in blocks.items()
+        if kind != "none"
+    }
     print(json.dumps({"overhead_percent": overhead}))
+    shutil.rmtree(arguments.folder)
     return int(overhead["background"] >= _LIMIT_PERCENT)
 
 

@@ -6,8 +6,9 @@
     python benchmarks/scaling.py steps         # two batch sizes on one GPU -> predictions
     torchrun --nproc_per_node N benchmarks/scaling.py steps [--scaling strong]
 
-Prints a JSON line for each cell. A cell is the median of --windows windows of --steps steps over 16
-batches that lie collated in (page-locked) memory, with the spread (largest less smallest window).
+Prints a JSON line for each cell. A cell is the median of --windows windows of --steps steps over
+--batches batches that lie collated in (page-locked) memory, with the spread (largest less smallest
+window); windows of pipelines that are compared take turns on one model.
 `exposed_share` is the time in which a collective's kernel runs and no other, out of a profiled
 window's time: GPU only.
 
@@ -25,7 +26,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ from configs.schema import ExperimentArgs
 from data.balance import attention_work, deal
 from data.batch import SequenceBatch
 from training.distributed import World, process_group
-from training.pipeline import build_pipeline
+from training.pipeline import Pipeline, build_pipeline
 from training.trainer import Trainer
 
 NUM_GPUS = (1, 2, 8, 64, 1024)
@@ -67,10 +69,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("theme", choices=("pipelines", "codecs", "shuffler", "steps"))
     parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--batch", type=int, default=64, help="users a GPU (of all: strong)")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=224, help="users a GPU (of all: strong)")
+    parser.add_argument("--batches", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--windows", type=int, default=5)
-    parser.add_argument("--cache-ratio", type=float, default=0.1)
+    parser.add_argument("--cache-ratio", type=float, default=0.01)
     parser.add_argument("--scaling", choices=("weak", "strong"), default="weak")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--gin-binding", action="append", default=[])
@@ -101,7 +104,7 @@ def experiment_of(arguments: argparse.Namespace, **changes: Any) -> ExperimentAr
         "item_table/EmbeddingArgs.item_vocab_size_or_capacity": arguments.rows,
         "TrainerArgs.train_batch_size": arguments.batch,
         "TrainerArgs.ckpt_save_interval": 0,
-        "BenchmarkDatasetArgs.num_generated_batches": 16,
+        "BenchmarkDatasetArgs.num_generated_batches": arguments.batches,
         "OptimizerArgs.sparse_optimizer_str": "'rowwise_adagrad'",
         **(SMALL if arguments.small else LARGE),
         **changes,
@@ -113,35 +116,50 @@ def experiment_of(arguments: argparse.Namespace, **changes: Any) -> ExperimentAr
 
 
 class Run:
-    """A trainer's pipeline over the same batches again and again, timed by windows of steps."""
+    """A trainer's pipelines over the same batches again and again, timed by windows of steps."""
 
     def __init__(self, experiment: ExperimentArgs, *, world: World, folder: str) -> None:
         settings = dataclasses.replace(experiment.trainer, output_dir=folder)
         self.trainer = Trainer(dataclasses.replace(experiment, trainer=settings), world=world)
         self.trainer.model.train()
-        self.pipeline = build_pipeline(
-            settings.pipeline_type,
-            self.trainer._train_step(),
-            model=self.trainer.model,
-            optimizer=self.trainer.optimizer,
-            device=world.device,
-        )
         self.world = world
+        self._pipelines: dict[str, Pipeline] = {}
         batches = list(self.trainer.loaders["train"].epoch(0))
         self._feed: Iterator[SequenceBatch] = itertools.cycle(batches)
 
-    def window(self, steps: int) -> tuple[float, int]:
-        """(seconds, tokens of all ranks) of so many steps."""
+    def window(self, steps: int, pipeline_type: str) -> tuple[float, int]:
+        """(seconds, tokens of all ranks) of so many steps, filling and draining the pipeline."""
+        if pipeline_type not in self._pipelines:
+            self._pipelines[pipeline_type] = build_pipeline(
+                pipeline_type,
+                self.trainer._train_step(),
+                model=self.trainer.model,
+                optimizer=self.trainer.optimizer,
+                device=self.world.device,
+            )
+        pipeline = self._pipelines[pipeline_type]
+        feed, tokens = itertools.islice(self._feed, steps), 0
         self._wait()
         begin = time.perf_counter()
-        tokens = sum(self.pipeline.progress(self._feed).num_tokens for _ in range(steps))
+        with suppress(StopIteration):
+            while True:
+                tokens += pipeline.progress(feed).num_tokens
         self._wait()
-        return time.perf_counter() - begin, tokens
+        seconds = time.perf_counter() - begin
+        pipeline.detach()
+        return seconds, tokens
 
-    def measure(self, *, steps: int, windows: int) -> dict[str, Any]:
-        """Figures of a cell, after a window to warm up."""
-        self.window(steps)
-        timed = [self.window(steps) for _ in range(windows)]
+    def measure(
+        self, *, steps: int, windows: int, pipeline_types: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
+        """Figures by pipeline, their windows in turn after one each to warm up."""
+        timed: dict[str, list[tuple[float, int]]] = {kind: [] for kind in pipeline_types}
+        for _ in range(windows + 1):
+            for kind, found in timed.items():
+                found.append(self.window(steps, kind))
+        return {kind: self._figures(found[1:], steps) for kind, found in timed.items()}
+
+    def _figures(self, timed: list[tuple[float, int]], steps: int) -> dict[str, Any]:
         seconds = [taken / steps for taken, _ in timed]
         figures = {
             "world_size": self.world.world_size,
@@ -152,12 +170,12 @@ class Run:
         }
         if self.world.device.type == "cuda":
             figures["peak_mem_bytes"] = torch.cuda.max_memory_allocated(self.world.device)
-            figures["exposed_share"] = self._exposed_share(steps)
         return figures
 
-    def _exposed_share(self, steps: int) -> float:
+    def exposed_share(self, steps: int, pipeline_type: str) -> float:
+        """Share of a window in which a collective's kernel runs and no other; GPU."""
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
-            taken, _ = self.window(steps)
+            taken, _ = self.window(steps, pipeline_type)
         spans = [
             ("nccl" in event.name.lower(), event.time_range.start, event.time_range.end)
             for event in traced.events()
@@ -187,33 +205,40 @@ def exposed(spans: list[tuple[bool, float, float]]) -> float:
 
 
 def pipeline_cells(arguments: argparse.Namespace, world: World) -> Iterator[dict[str, Any]]:
-    """Pipelines with the rows in reach of the device and behind a cache."""
+    """Pipelines over one model each, with the rows in reach of the device and behind a cache."""
     on_gpu = world.device.type == "cuda"
+    kinds = ("none", "native", "prefetch") if on_gpu else ("none", "native")
     for placement in ("device", "host_cached") if on_gpu else ("device",):
-        for pipeline_type in ("none", "native", "prefetch") if on_gpu else ("none", "native"):
-            experiment = experiment_of(
-                arguments,
-                **{
-                    "TrainerArgs.pipeline_type": repr(pipeline_type),
-                    "item_table/EmbeddingArgs.placement": repr(placement),
-                    "item_table/EmbeddingArgs.cache_ratio": arguments.cache_ratio,
-                },
-            )
-            yield {
-                "theme": "pipelines",
-                "pipeline_type": pipeline_type,
-                "placement": placement,
-                **_measured(experiment, arguments, world),
-            }
+        experiment = experiment_of(
+            arguments,
+            **{
+                "TrainerArgs.pipeline_type": repr(kinds[-1]),  # decides what a cache keeps ready
+                "item_table/EmbeddingArgs.placement": repr(placement),
+                "item_table/EmbeddingArgs.cache_ratio": arguments.cache_ratio,
+            },
+        )
+        for kind, figures in _measured(experiment, arguments, world, kinds).items():
+            yield {"theme": "pipelines", "pipeline_type": kind, "placement": placement, **figures}
 
 
 def _measured(
-    experiment: ExperimentArgs, arguments: argparse.Namespace, world: World
-) -> dict[str, Any]:
+    experiment: ExperimentArgs,
+    arguments: argparse.Namespace,
+    world: World,
+    pipeline_types: Sequence[str],
+    *,
+    is_traced: bool = False,
+) -> dict[str, dict[str, Any]]:
+    on_gpu = world.device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         run = Run(experiment, world=world, folder=f"{folder}/run")
-        figures = run.measure(steps=arguments.steps, windows=arguments.windows)
-    if world.device.type == "cuda":
+        figures = run.measure(
+            steps=arguments.steps, windows=arguments.windows, pipeline_types=pipeline_types
+        )
+        if is_traced and on_gpu:
+            for kind, found in figures.items():
+                found["exposed_share"] = run.exposed_share(arguments.steps, kind)
+    if on_gpu:
         del run
         gc.collect()  # modules and their hooks are cycles, which hold the table
         torch.cuda.empty_cache()
@@ -305,7 +330,8 @@ def step_cells(arguments: argparse.Namespace, world: World) -> Iterator[dict[str
     for users in (batch // 2, batch) if world.world_size == 1 else (batch,):
         experiment = experiment_of(arguments, **{"TrainerArgs.train_batch_size": users})
         cell = {"theme": "steps", "scaling": arguments.scaling, "users_per_gpu": users}
-        cell |= _measured(experiment, arguments, world)
+        kind = experiment.trainer.pipeline_type
+        cell |= _measured(experiment, arguments, world, [kind], is_traced=True)[kind]
         found[round(cell["tokens"])] = cell["step_ms"] / 1e3
         yield cell
     if world.world_size == 1:
