@@ -25,7 +25,7 @@ from benchmarks.soak_job import ROOT, Job, records
 from configs.loader import load_experiment
 from data.manifest import read_manifest
 from training.checkpoint import latest_checkpoint, read_state
-from training.checkpoint_reader import TensorReader
+from training.checkpoint_files import TensorReader
 from training.startup import check_data
 
 _NAN_ON_RANK_ONE = f"""

@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to go on exactly, published whole or not at all.
 
     checkpoints/step-00000700/
-        *.distcp, .metadata     torch.distributed.checkpoint: weights, optimizers, FP8 scales, RNG
+        *.distcp, .metadata     weights, optimizers, FP8 scales, RNG, and their index
         operative_config.gin    the settings of the run that wrote it
         state.json              format version, step, data position, versions, sizes of the files
     checkpoints/best            with early stopping: a link to the best one so far
@@ -36,13 +36,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torchrec.distributed import DistributedModelParallel
 
+from training.checkpoint_files import TensorWriter
 from training.checkpoint_tensors import as_whole, cause_of, fp8_tensors, load_with_fp8
 from training.distributed import World
 from training.optimizer import RunOptimizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONFIG_NAME = "operative_config.gin"
 BEST_NAME = "best"
 CHECKPOINTS_NAME = "checkpoints"
@@ -228,10 +229,18 @@ class Checkpointer:
         aside = final.with_name(f".writing-{final.name}")
         try:
             self._on_main(lambda: _prepare(final.parent, aside), final)
+            writer = TensorWriter(aside)
             self._agreed(
-                lambda: dcp.save(tensors, checkpoint_id=str(aside), process_group=self._group),
+                lambda: dcp.save(
+                    tensors,
+                    storage_writer=writer,
+                    process_group=self._group,
+                    # alone, plans would still travel, by way of the training's group and device
+                    no_dist=self._group is None,
+                ),
                 final,
             )
+            state["crc32"] = self._crc32_of_all(writer)
             self._on_main(lambda: self._publish(aside, final, state), final)
         except CheckpointError:
             if self._world.is_main:
@@ -261,11 +270,20 @@ class Checkpointer:
                 f"{newest or 'the start: there is no earlier checkpoint'}"
             )
 
+    def _crc32_of_all(self, writer: TensorWriter) -> dict[str, int]:
+        """What each rank's writer tells of its file, together."""
+        of_ranks = [writer.crc32]
+        if self._world.world_size > 1:
+            of_ranks = [{} for _ in range(self._world.world_size)]
+            dist.all_gather_object(of_ranks, writer.crc32, group=self._group)
+        return {name: value for one in of_ranks for name, value in one.items()}
+
     def _publish(self, aside: Path, final: Path, state: dict[str, Any]) -> None:
         (aside / CONFIG_NAME).write_text(self._operative_config, encoding="utf-8")
         files = sorted(aside.iterdir())
         state["files"] = {path.name: path.stat().st_size for path in files}
-        state["crc32"] = {path.name: _crc32(path) for path in files}
+        told = state["crc32"]
+        state["crc32"] = {path.name: told.get(path.name) or _crc32(path) for path in files}
         (aside / _STATE_NAME).write_text(json.dumps(state, indent=1), encoding="utf-8")
         # The other files were synced as they were written. After a power failure a name must not
         # be there without what it stands for.

@@ -20,7 +20,7 @@ from model.trunk import Trunk
 from modules.linear.engine import LinearEngine
 from modules.linear.parallel import split_dim_of
 from modules.linear.state import fp8_state_dict, load_fp8_state_dict
-from training.checkpoint_reader import TensorReader
+from training.checkpoint_files import TensorReader
 from training.sharding import drop_cached_rows
 
 logger = logging.getLogger(__name__)

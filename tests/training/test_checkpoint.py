@@ -205,7 +205,7 @@ def test_another_optimizer_is_refused_naming_the_field(saved: Path, world: World
 def test_other_format_is_refused(saved: Path, world: World) -> None:
     state = json.loads((saved / "state.json").read_text())
     (saved / "state.json").write_text(json.dumps(state | {"format_version": 99}))
-    with pytest.raises(ValueError, match="format_version must be 1, got 99"):
+    with pytest.raises(ValueError, match="format_version must be 2, got 99"):
         resume(saved, world)
 
 
