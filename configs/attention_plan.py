@@ -32,6 +32,10 @@ class AttentionPlan:
     warning: str | None = None
     """What who asked for it may not have meant."""
 
+    def without_kernels(self, lacking: str) -> "AttentionPlan":
+        """Return the plan where our FP8 kernels cannot run the model, for that reason."""
+        return _filtered(lacking)
+
     @property
     def is_fp8(self) -> bool:
         """Whether it is quantised."""
@@ -54,7 +58,7 @@ def plan_attention(experiment: "ExperimentArgs", *, device_type: str) -> Attenti
         return asked
     head_dim, length = network.attention_dim, experiment.max_seq_len
     if head_dim < FP8_HEAD_DIMS[0]:
-        return _filtered(f"there are no FP8 kernels for heads below {FP8_HEAD_DIMS[0]}", head_dim)
+        return _filtered(f"head dim {head_dim}, no FP8 kernels for heads below {FP8_HEAD_DIMS[0]}")
     speedup = expected_speedup(head_dim, length)
     if speedup is None:
         text = (
@@ -64,14 +68,14 @@ def plan_attention(experiment: "ExperimentArgs", *, device_type: str) -> Attenti
         return AttentionPlan(mode=asked.mode, reason=asked.reason, warning=text)
     if speedup < 1.0:
         known = f"{speedup:.2f}x is known" if speedup else "shorter than all that was measured"
-        return _filtered(f"FP8 may be slower at {length} tokens a user ({known})", head_dim)
+        return _filtered(
+            f"head dim {head_dim}, FP8 may be slower at {length} tokens a user ({known})"
+        )
     return asked
 
 
-def _filtered(reason: str, head_dim: int) -> AttentionPlan:
-    return AttentionPlan(
-        mode="bf16", reason=f"auto_filter_attention: head dim {head_dim}, {reason}"
-    )
+def _filtered(reason: str) -> AttentionPlan:
+    return AttentionPlan(mode="bf16", reason=f"auto_filter_attention: {reason}")
 
 
 def expected_speedup(head_dim: int, length: int) -> float | None:

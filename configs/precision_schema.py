@@ -120,7 +120,8 @@ class MixedPrecisionArgs(CheckedArgs):
     128x1 (per_row), per-block, per-head, per-batch, per-tensor."""
 
     auto_filter_attention: bool = True
-    """Attention with heads or sequences too small for FP8 to win at max_seq_len stays BF16."""
+    """Attention with heads or sequences too small for FP8 to win at max_seq_len stays BF16; with
+    kernel_backend = "auto" on a GPU so does what FP8 kernels lack."""
 
     fp8_alignment_mode: Literal["pad", "truncate"] = "pad"
     """How rows reach the multiple FP8 needs; padding lives inside the linear only. truncate is

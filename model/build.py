@@ -24,7 +24,7 @@ from model.ranking import RankingTrunk
 from model.retrieval import RetrievalTrunk
 from model.trunk import SequenceModel, Trunk
 from modules.embedding import ReplicatedTables, ShardedTables, TableSpec
-from modules.hstu_config import HSTUConfig
+from modules.hstu_config import HSTUConfig, refusal_of_fp8_kernels
 from modules.hstu_stack import HSTUStack
 from modules.linear.parallel import TensorParallel
 from modules.linear.plan import attach_engines, format_plan, plan_linears, warnings_of
@@ -212,20 +212,35 @@ def _trunk_parts(
 def _layer_config(
     experiment: ExperimentArgs, *, device_type: str, parallel: TensorParallel | None
 ) -> HSTUConfig:
-    """What all layers are; says how their attention runs, where FP8 was asked for."""
+    """What all layers are; says how their attention runs, where FP8 was asked for.
+
+    Raises:
+        NotImplementedError: FP8 attention without a kernel, under "auto" and with no filter.
+    """
     plan = plan_attention(experiment, device_type=device_type)
+    network, precision = experiment.network, experiment.precision
+    if plan.is_fp8 and network.kernel_backend == "auto" and device_type == "cuda":
+        # An emulation is asked for by its name: under "auto" it would only be slow.
+        lacking = refusal_of_fp8_kernels(network, precision, device_type=device_type)
+        if lacking is not None and not precision.auto_filter_attention:
+            raise NotImplementedError(
+                "MixedPrecisionArgs.auto_filter_attention = False cannot run with "
+                f"NetworkArgs.kernel_backend = 'auto': {lacking}; what runs here: 'pytorch', "
+                "which emulates it, or auto_filter_attention = True, which keeps BF16"
+            )
+        plan = plan if lacking is None else plan.without_kernels(lacking)
     config = HSTUConfig.from_network(
-        experiment.network,
+        network,
         disable_contextual_mask=experiment.resolved_disable_contextual_mask,
         device_type=device_type,
         deterministic=experiment.trainer.deterministic,
         max_num_users=_largest_batch(experiment.trainer),
         max_seq_len=experiment.max_seq_len,
-        precision=experiment.precision if plan.is_fp8 else None,
+        precision=precision if plan.is_fp8 else None,
         parallel=parallel,
     )
-    if experiment.precision.has_fp8_attention:
-        runs_in = f"FP8 ({plan.mode})" if plan.is_fp8 else experiment.network.dtype_str
+    if precision.has_fp8_attention:
+        runs_in = f"FP8 ({plan.mode})" if plan.is_fp8 else network.dtype_str
         logger.info(
             "attention of all layers: %s by %s, %s", runs_in, config.attention_backend, plan.reason
         )

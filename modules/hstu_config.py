@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ops.hstu_attention import CallShape, Fp8Spec, choose_backend
+from ops.hstu_attention.dispatch import refuse_fp8
 from ops.norm import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -135,6 +136,24 @@ class HSTUConfig:
             fp8_eval=precision is not None and precision.fp8_eval,
             parallel=parallel,
         )
+
+
+def refusal_of_fp8_kernels(
+    network: "NetworkArgs", precision: "MixedPrecisionArgs", *, device_type: str
+) -> str | None:
+    """Return why our kernels do not have the FP8 attention that is asked for, None where they do.
+
+    Which masks a model needs has no part in it.
+    """
+    shape = _call_shape(
+        network,
+        disable_contextual_mask=False,
+        deterministic=False,
+        max_num_users=None,
+        max_seq_len=None,
+        fp8=Fp8Spec(mode=precision.hstu_attn_quantization_mode),
+    )
+    return refuse_fp8("triton", device_type, shape)
 
 
 def _call_shape(
