@@ -7,7 +7,6 @@ first such call returned, by what Triton specialises on (taken more finely than 
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 from triton.backends.nvidia.driver import make_tensordesc_arg
 
 _MAX_ENCODINGS = 4096
-_flags: dict[int, tuple[bool, ...]] = {}
-_compiled: dict[tuple[Any, ...], Any] = {}
+_parameters: dict[int, list[tuple[str, bool]]] = {}
+_compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 _encodings: dict[tuple[Any, ...], list[Any]] = {}
 
 
@@ -32,23 +31,43 @@ def launch(
         arguments: its parameters by name, compile-time ones included; others are left out.
         options: num_warps, num_stages, maxnreg.
     """
-    values = [arguments[name] for name in kernel.arg_names]
     if not isinstance(kernel, triton.JITFunction):  # the interpreter's
-        kernel[grid](*values, **options)
+        kernel[grid](*(arguments[name] for name in kernel.arg_names), **options)
         return
+    number = id(kernel)  # a kernel lives as long as its module, and Triton hashes its source
+    parameters = _parameters.get(number)
+    if parameters is None:
+        parameters = [(one.name, one.is_constexpr) for one in kernel.params]
+        _parameters[number] = parameters
     device = torch.cuda.current_device()
-    # by id: a kernel lives as long as its module, and Triton hashes its source
-    kinds = map(_kind, values, _compile_time(id(kernel), kernel.params))
-    key = (id(kernel), device, *options.values(), *kinds)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*values, **options)
+    # All that Triton compiles differently for; one loop, since it is run for every launch.
+    key, values = [number, device, *options.values()], []
+    for name, is_compile_time in parameters:
+        value = arguments[name]
+        kind = type(value)
+        if is_compile_time:
+            key.append(value)
+        elif kind is int:
+            key += value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+        elif kind is float or value is None:
+            key.append(kind)
+        elif isinstance(value, Tensor):
+            key += value.dtype, value.is_cuda
+            # As a number: the launcher asks the driver about the pointer of every tensor.
+            value = value.data_ptr()
+            key.append(value % 16 == 0)
+        else:  # a tensor descriptor
+            key.append(value.base.dtype)
+            key += value.block_shape
+        values.append(value)
+    again = _compiled.get(tuple(key))
+    if again is None:
+        compiled = kernel[grid](*(arguments[name] for name, _ in parameters), **options)
+        _compiled[tuple(key)] = _launch_again(compiled)
         return
-    stream = triton.runtime.driver.active.get_current_stream(device)
-    _launch_again(compiled)((*grid, 1, 1)[:3], stream, values)
+    again((*grid, 1, 1)[:3], triton.runtime.driver.active.get_current_stream(device), values)
 
 
-@cache
 def _launch_again(compiled: Any) -> Callable[[tuple[int, ...], int, list[Any]], None]:
     """What Triton's launcher does with these arguments, less its hooks for profilers.
 
@@ -91,28 +110,6 @@ def _encoded(descriptor: Any, encoding: Any, name: str) -> list[Any]:
             _encodings.clear()
         arguments = _encodings[key] = make_tensordesc_arg(descriptor, encoding)
     return arguments
-
-
-def _compile_time(kernel_id: int, parameters: list[Any]) -> tuple[bool, ...]:
-    flags = _flags.get(kernel_id)
-    if flags is None:
-        flags = _flags[kernel_id] = tuple(one.is_constexpr for one in parameters)
-    return flags
-
-
-def _kind(value: Any, is_compile_time: bool) -> Any:
-    """All that Triton compiles differently for."""
-    if is_compile_time:
-        return value
-    kind = type(value)
-    if kind is int:
-        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
-    if kind is float or value is None:
-        return kind
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    # a tensor descriptor
-    return value.base.dtype, *value.block_shape
 
 
 def cdiv(a: int, b: int) -> int:
