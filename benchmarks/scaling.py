@@ -165,6 +165,7 @@ class Run:
             "world_size": self.world.world_size,
             "step_ms": 1e3 * statistics.median(seconds),
             "spread_ms": 1e3 * (max(seconds) - min(seconds)),
+            "windows_ms": [round(1e3 * one, 2) for one in seconds],
             "tokens": timed[-1][1] / steps,
             "tokens_per_s": statistics.median(tokens / taken for taken, tokens in timed),
         }
