@@ -15,6 +15,10 @@ from data.manifest import check_contents, check_tables, find_dataset, read_manif
 
 logger = logging.getLogger(__name__)
 
+_SCALES_OVER_HEADS = ("per_batch", "per_tensor")
+"""Modes of FP8 attention whose scales are of all heads, so of several ranks' where those are split.
+"""
+
 
 def check_data(experiment: ExperimentArgs) -> None:
     """Refuses missing or damaged preprocessed data and ids outside their table; needs no torch.
@@ -69,10 +73,13 @@ def _not_built_in_parallel(experiment: ExperimentArgs) -> dict[str, tuple[bool, 
     asked = f"TensorModelParallelArgs.tensor_model_parallel_size = {size} with "
     is_fp8 = precision.has_fp8_linears
     pair = (precision.linear_backend, precision.linear_recipe)
+    mode = precision.hstu_attn_quantization_mode
     return {
         f"{asked}RetrievalArgs": (experiment.retrieval is not None, "1"),
-        f"{asked}MixedPrecisionArgs.hstu_attn_quantization_mode = "
-        f"{precision.hstu_attn_quantization_mode!r}": (precision.has_fp8_attention, "'bf16'"),
+        f"{asked}MixedPrecisionArgs.hstu_attn_quantization_mode = {mode!r}": (
+            precision.has_fp8_attention and mode in _SCALES_OVER_HEADS,
+            "'per_block', 'per_head', 'per_row', 'cast' or 'bf16'",
+        ),
         # A maximum that is recorded is one over ranks; one of the present tensor is this rank's.
         f"{asked}MixedPrecisionArgs.linear_backend = {pair[0]!r}, linear_recipe = {pair[1]!r}": (
             is_fp8 and (pair[0] == "te" or pair[1] != "delayed"),

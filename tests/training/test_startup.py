@@ -60,10 +60,10 @@ NOT_BUILT = {
             precision=MixedPrecisionArgs(
                 mixed_precision_dtype="fp8",
                 linear_recipe=None,
-                hstu_attn_quantization_mode="per_block",
+                hstu_attn_quantization_mode="per_tensor",
             ),
         ),
-        "tensor_model_parallel_size = 2 with .*mode = 'per_block' is not built yet; .*'bf16'",
+        "tensor_model_parallel_size = 2 with .*mode = 'per_tensor' is not built yet; .*'per_block'",
     ),
     "cached table": (cached_items, "DynamicEmbeddingArgs.caching.*item is.*what runs: False"),
 }

@@ -170,6 +170,39 @@ def test_scales_are_those_of_the_whole_tensor(
     assert first["losses"] == pytest.approx(alone["losses"], rel=2e-2)
 
 
+def _fp8_attention(rank: int, world_size: int, folder: str, mode: str) -> Any:
+    """Losses with attention alone in emulated FP8, and the scores' precision that was built."""
+    precision = MixedPrecisionArgs(
+        mixed_precision_dtype="fp8" if mode != "bf16" else None,
+        linear_recipe=None,
+        hstu_attn_quantization_mode=mode,
+    )
+    experiment = synthetic_experiment(folder, trainer={"train_batch_size": 4}, optimizer=SGD)
+    parallel = TensorModelParallelArgs(
+        tensor_model_parallel_size=world_size, sequence_parallel=world_size > 1
+    )
+    experiment = dataclasses.replace(experiment, precision=precision, parallel=parallel)
+    trainer = Trainer(experiment, world=cpu_world(rank, world_size))
+    trainer.model.train()
+    step = trainer._train_step()
+    losses = [step(batch_of(users, batch_size=4)).loss for users in STEPS]
+    return losses, trainer.model.module.trunk.stack.config.attention_fp8
+
+
+@pytest.mark.parametrize("mode", ["cast", "per_block", "per_head", "per_row"])
+def test_fp8_attention_of_own_heads(
+    run_folder: str, world: World, two_ranks: TwoRanks, mode: str
+) -> None:
+    alone, _ = _fp8_attention(0, 1, run_folder, mode)
+    (first, spec), (second, _) = two_ranks.run(_fp8_attention, run_folder, mode)
+    assert spec.mode == mode
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-4, nan_ok=True)
+    plain, none = _fp8_attention(0, 1, run_folder, "bf16")
+    assert none is None
+    assert first != pytest.approx(plain, rel=1e-6, nan_ok=True), "nothing was rounded"
+
+
 def _resumed(
     rank: int, world_size: int, folder: str, resume: str | None, steps: int, size: int
 ) -> Any:
