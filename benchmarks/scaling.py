@@ -6,9 +6,9 @@
     python benchmarks/scaling.py steps         # two batch sizes on one GPU -> predictions
     torchrun --nproc_per_node N benchmarks/scaling.py steps [--scaling strong]
 
-Prints a JSON line for each cell. A cell is the median of --windows windows of --steps steps over
---batches batches that lie collated in (page-locked) memory, with the spread (largest less smallest
-window); windows of pipelines that are compared take turns on one model.
+Prints a JSON line for each cell. A cell is the median of --windows windows, with the spread (largest
+less smallest). A window is an epoch of --steps steps, collation included; windows of pipelines that
+are compared take turns on one model.
 `exposed_share` is the time in which a collective's kernel runs and no other, out of a profiled
 window's time: GPU only.
 
@@ -19,7 +19,6 @@ under row-wise Adagrad; --small makes all of it fit a laptop.
 import argparse
 import dataclasses
 import gc
-import itertools
 import json
 import statistics
 import sys
@@ -44,7 +43,6 @@ from benchmarks.scaling_model import Workload, fitted, predict
 from configs.loader import load_experiment
 from configs.schema import ExperimentArgs
 from data.balance import attention_work, deal
-from data.batch import SequenceBatch
 from training.distributed import World, process_group
 from training.pipeline import Pipeline, build_pipeline
 from training.trainer import Trainer
@@ -70,12 +68,12 @@ def main() -> None:
     parser.add_argument("theme", choices=("pipelines", "codecs", "shuffler", "steps"))
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--batch", type=int, default=224, help="users a GPU (of all: strong)")
-    parser.add_argument("--batches", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=32, help="of a window")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--cache-ratio", type=float, default=0.01)
     parser.add_argument("--scaling", choices=("weak", "strong"), default="weak")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--placements", nargs="+", default=["device", "host_cached"])
     parser.add_argument("--gin-binding", action="append", default=[])
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)
@@ -104,7 +102,7 @@ def experiment_of(arguments: argparse.Namespace, **changes: Any) -> ExperimentAr
         "item_table/EmbeddingArgs.item_vocab_size_or_capacity": arguments.rows,
         "TrainerArgs.train_batch_size": arguments.batch,
         "TrainerArgs.ckpt_save_interval": 0,
-        "BenchmarkDatasetArgs.num_generated_batches": arguments.batches,
+        "BenchmarkDatasetArgs.num_generated_batches": arguments.steps,
         "OptimizerArgs.sparse_optimizer_str": "'rowwise_adagrad'",
         **(SMALL if arguments.small else LARGE),
         **changes,
@@ -124,11 +122,9 @@ class Run:
         self.trainer.model.train()
         self.world = world
         self._pipelines: dict[str, Pipeline] = {}
-        batches = list(self.trainer.loaders["train"].epoch(0))
-        self._feed: Iterator[SequenceBatch] = itertools.cycle(batches)
 
-    def window(self, steps: int, pipeline_type: str) -> tuple[float, int]:
-        """(seconds, tokens of all ranks) of so many steps, filling and draining the pipeline."""
+    def window(self, pipeline_type: str, epoch: int) -> tuple[float, int]:
+        """(seconds, tokens of all ranks) of an epoch, filling and draining the pipeline."""
         if pipeline_type not in self._pipelines:
             self._pipelines[pipeline_type] = build_pipeline(
                 pipeline_type,
@@ -138,7 +134,7 @@ class Run:
                 device=self.world.device,
             )
         pipeline = self._pipelines[pipeline_type]
-        feed, tokens = itertools.islice(self._feed, steps), 0
+        feed, tokens = self.trainer.loaders["train"].epoch(epoch), 0
         self._wait()
         begin = time.perf_counter()
         with suppress(StopIteration):
@@ -149,17 +145,16 @@ class Run:
         pipeline.detach()
         return seconds, tokens
 
-    def measure(
-        self, *, steps: int, windows: int, pipeline_types: Sequence[str]
-    ) -> dict[str, dict[str, Any]]:
+    def measure(self, *, windows: int, pipeline_types: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Figures by pipeline, their windows in turn after one each to warm up."""
         timed: dict[str, list[tuple[float, int]]] = {kind: [] for kind in pipeline_types}
-        for _ in range(windows + 1):
+        for epoch in range(windows + 1):
             for kind, found in timed.items():
-                found.append(self.window(steps, kind))
-        return {kind: self._figures(found[1:], steps) for kind, found in timed.items()}
+                found.append(self.window(kind, epoch))
+        return {kind: self._figures(found[1:]) for kind, found in timed.items()}
 
-    def _figures(self, timed: list[tuple[float, int]], steps: int) -> dict[str, Any]:
+    def _figures(self, timed: list[tuple[float, int]]) -> dict[str, Any]:
+        steps = self.trainer.loaders["train"].num_batches
         seconds = [taken / steps for taken, _ in timed]
         figures = {
             "world_size": self.world.world_size,
@@ -173,10 +168,10 @@ class Run:
             figures["peak_mem_bytes"] = torch.cuda.max_memory_allocated(self.world.device)
         return figures
 
-    def exposed_share(self, steps: int, pipeline_type: str) -> float:
+    def exposed_share(self, pipeline_type: str) -> float:
         """Share of a window in which a collective's kernel runs and no other; GPU."""
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
-            taken, _ = self.window(steps, pipeline_type)
+            taken, _ = self.window(pipeline_type, 0)
         spans = [
             ("nccl" in event.name.lower(), event.time_range.start, event.time_range.end)
             for event in traced.events()
@@ -209,7 +204,7 @@ def pipeline_cells(arguments: argparse.Namespace, world: World) -> Iterator[dict
     """Pipelines over one model each, with the rows in reach of the device and behind a cache."""
     on_gpu = world.device.type == "cuda"
     kinds = ("none", "native", "prefetch") if on_gpu else ("none", "native")
-    for placement in ("device", "host_cached") if on_gpu else ("device",):
+    for placement in arguments.placements if on_gpu else ("device",):
         experiment = experiment_of(
             arguments,
             **{
@@ -233,12 +228,10 @@ def _measured(
     on_gpu = world.device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         run = Run(experiment, world=world, folder=f"{folder}/run")
-        figures = run.measure(
-            steps=arguments.steps, windows=arguments.windows, pipeline_types=pipeline_types
-        )
+        figures = run.measure(windows=arguments.windows, pipeline_types=pipeline_types)
         if is_traced and on_gpu:
             for kind, found in figures.items():
-                found["exposed_share"] = run.exposed_share(arguments.steps, kind)
+                found["exposed_share"] = run.exposed_share(kind)
     if on_gpu:
         del run
         gc.collect()  # modules and their hooks are cycles, which hold the table
