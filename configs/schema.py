@@ -87,8 +87,9 @@ class NetworkArgs(CheckedArgs):
 
     kernel_backend: Literal["auto", "cutlass", "triton", "pytorch"] = "auto"
     """Attention kernel. auto = triton (ours) on a GPU, pytorch on a CPU and where triton cannot
-    run the model; the pick is logged with each refusal. A backend that is named (cutlass =
-    FBGEMM's) runs or is refused when the model is built."""
+    run the model; the pick is logged with each refusal. On a GPU it never emulates FP8 attention
+    (MixedPrecisionArgs.auto_filter_attention). A backend that is named (cutlass = FBGEMM's) runs
+    or is refused when the model is built."""
 
     target_group_size: PositiveInt = 1
     """Consecutive candidates that may see each other."""

@@ -219,9 +219,16 @@ def _layer_config(
     """
     plan = plan_attention(experiment, device_type=device_type)
     network, precision = experiment.network, experiment.precision
+    max_num_users = _largest_batch(experiment.trainer)
     if plan.is_fp8 and network.kernel_backend == "auto" and device_type == "cuda":
         # An emulation is asked for by its name: under "auto" it would only be slow.
-        lacking = refusal_of_fp8_kernels(network, precision, device_type=device_type)
+        lacking = refusal_of_fp8_kernels(
+            network,
+            precision,
+            device_type=device_type,
+            max_num_users=max_num_users,
+            max_seq_len=experiment.max_seq_len,
+        )
         if lacking is not None and not precision.auto_filter_attention:
             raise NotImplementedError(
                 "MixedPrecisionArgs.auto_filter_attention = False cannot run with "
@@ -234,7 +241,7 @@ def _layer_config(
         disable_contextual_mask=experiment.resolved_disable_contextual_mask,
         device_type=device_type,
         deterministic=experiment.trainer.deterministic,
-        max_num_users=_largest_batch(experiment.trainer),
+        max_num_users=max_num_users,
         max_seq_len=experiment.max_seq_len,
         precision=precision if plan.is_fp8 else None,
         parallel=parallel,

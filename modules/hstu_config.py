@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ops.hstu_attention import CallShape, Fp8Spec, choose_backend
-from ops.hstu_attention.dispatch import refuse_fp8
+from ops.hstu_attention.dispatch import available_backends
 from ops.norm import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -139,21 +139,27 @@ class HSTUConfig:
 
 
 def refusal_of_fp8_kernels(
-    network: "NetworkArgs", precision: "MixedPrecisionArgs", *, device_type: str
+    network: "NetworkArgs",
+    precision: "MixedPrecisionArgs",
+    *,
+    device_type: str,
+    max_num_users: int | None = None,
+    max_seq_len: int | None = None,
 ) -> str | None:
     """Return why our kernels do not have the FP8 attention that is asked for, None where they do.
 
-    Which masks a model needs has no part in it.
+    What keeps our Triton kernels from running at all counts, too. Which masks a model needs has no
+    part in it.
     """
     shape = _call_shape(
         network,
         disable_contextual_mask=False,
         deterministic=False,
-        max_num_users=None,
-        max_seq_len=None,
+        max_num_users=max_num_users,
+        max_seq_len=max_seq_len,
         fp8=Fp8Spec(mode=precision.hstu_attn_quantization_mode),
     )
-    return refuse_fp8("triton", device_type, shape)
+    return available_backends(device_type, shape)["triton"]
 
 
 def _call_shape(

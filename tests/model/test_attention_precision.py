@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,33 @@ def test_what_is_there_runs_and_what_is_named_is_kept(tmp_path: Path) -> None:
     named = experiment_of(str(tmp_path), biased | {"kernel_backend": "triton"})
     with pytest.raises(NotImplementedError, match="no position or time bias"):
         _layer_config(named, device_type="cuda", parallel=None)
+
+
+def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.hstu_attention.dispatch.find_spec", lambda _: None)
+
+
+def too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.hstu_attention.dispatch._TRITON_MAX_ROWS", 1)
+
+
+@pytest.mark.parametrize(
+    ("without", "told"),
+    [(no_package, "package triton is not installed"), (too_many_rows, "rows fit our Triton")],
+)
+def test_auto_does_not_emulate_where_no_triton_kernel_runs(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    without: Callable[[pytest.MonkeyPatch], None],
+    told: str,
+) -> None:
+    without(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        config = _layer_config(experiment_of(str(tmp_path), {}), device_type="cuda", parallel=None)
+    assert (config.attention_backend, config.attention_fp8) == ("pytorch", None)
+    (line,) = [one.message for one in caplog.records if "attention of all layers" in one.message]
+    assert told in line and "bfloat16" in line
+    unfiltered = experiment_of(str(tmp_path), {}, auto_filter_attention=False)
+    with pytest.raises(NotImplementedError, match=f"auto_filter_attention = False.*{told}"):
+        _layer_config(unfiltered, device_type="cuda", parallel=None)
