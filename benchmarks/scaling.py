@@ -6,9 +6,9 @@
     python benchmarks/scaling.py steps         # two batch sizes on one GPU -> predictions
     torchrun --nproc_per_node N benchmarks/scaling.py steps [--scaling strong]
 
-Prints a JSON line for each cell. A cell is the median of --windows windows, with the spread (largest
-less smallest). A window is an epoch of --steps steps, collation included; windows of pipelines that
-are compared take turns on one model.
+Prints a JSON line for each cell. A cell is the median of --windows windows, with the spread
+(largest less smallest). A window is an epoch of --steps steps, collation included; windows of
+pipelines that are compared take turns on one model.
 `exposed_share` is the time in which a collective's kernel runs and no other, out of a profiled
 window's time: GPU only.
 

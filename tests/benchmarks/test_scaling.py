@@ -108,7 +108,7 @@ def test_pipelines_on_a_cpu() -> None:
 
 
 def test_codecs_on_a_cpu() -> None:
-    arguments = argparse.Namespace(rows=500, batch=1, small=True, gin_binding=[])
+    arguments = argparse.Namespace(rows=500, batch=1, steps=4, small=True, gin_binding=[])
     cells = list(codec_cells(arguments, cpu_world()))
     assert [(cell["codec"], cell["direction"]) for cell in cells] == [
         (codec, direction) for codec in ("fp16", "bf16") for direction in ("forward", "backward")
