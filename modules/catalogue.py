@@ -50,6 +50,10 @@ class Questions:
     seen_users_S: Tensor
     seen_ids_S: Tensor
 
+    def none(self) -> "Questions":
+        """Nothing asked, of the same kinds of numbers."""
+        return Questions(**{field.name: getattr(self, field.name)[:0] for field in fields(self)})
+
     def of_all_ranks(self) -> "Questions":
         """The questions of all ranks, one rank after the other. Collective."""
         query_UD, counts = gather_ragged(self.query_UD)

@@ -63,6 +63,7 @@ def build_evaluator(
                 experiment.trainer.early_stopping_metric or "MRR",
             ),
             world=world,
+            group=group,
         )
     return _Quietly(evaluator, model)
 

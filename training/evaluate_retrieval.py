@@ -40,15 +40,24 @@ class RetrievalEvaluator:
         item_table: where the items are looked up.
         metric_names: figures that must be there, such as "HR@10".
         world: this process among those of the run.
+        group: ranks that have other users each; None in a run of one process.
     """
 
     def __init__(
-        self, model: nn.Module, *, item_table: TableSpec, metric_names: Sequence[str], world: World
+        self,
+        model: nn.Module,
+        *,
+        item_table: TableSpec,
+        metric_names: Sequence[str],
+        world: World,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model = model
         self._item_table = item_table
         self._metric_names = tuple(metric_names)
         self._world = world
+        # Ranks that share a model have the same users; the first of each has them counted.
+        self._asks = group is None or dist.get_process_group_ranks(group)[0] == 0
 
     def __call__(self, loader: SequenceLoader, max_batches: int | None = None) -> dict[str, float]:
         """See ``training.evaluate.Evaluator``."""
@@ -67,7 +76,8 @@ class RetrievalEvaluator:
         similarity = self._trunk.objective.similarity
         share = self._share(loader.dataset.catalogue())
         for batch in itertools.islice(loader.epoch(0), max_batches):
-            questions = self._questions(batch, loader.dataset).of_all_ranks()
+            questions = self._questions(batch, loader.dataset)
+            questions = (questions if self._asks else questions.none()).of_all_ranks()
             num_better_C, logsumexp_U = score_share(
                 share, questions, similarity, max_elements=_MAX_SCORES[self._world.device.type]
             )

@@ -73,9 +73,15 @@ def _not_built_in_parallel(experiment: ExperimentArgs) -> dict[str, tuple[bool, 
     asked = f"TensorModelParallelArgs.tensor_model_parallel_size = {size} with "
     is_fp8 = precision.has_fp8_linears
     pair = (precision.linear_backend, precision.linear_recipe)
-    mode = precision.hstu_attn_quantization_mode
+    mode, retrieval = precision.hstu_attn_quantization_mode, experiment.retrieval
     return {
-        f"{asked}RetrievalArgs": (experiment.retrieval is not None, "1"),
+        # The draw is salted with the ids of all ranks, which repeat where ranks share users.
+        f"{asked}RetrievalArgs.num_negatives of negatives_sampler = 'in_batch'": (
+            retrieval is not None
+            and retrieval.negatives_sampler == "in_batch"
+            and retrieval.num_negatives is not None,
+            "num_negatives = None, or 'random'",
+        ),
         f"{asked}MixedPrecisionArgs.hstu_attn_quantization_mode = {mode!r}": (
             precision.has_fp8_attention and mode in _SCALES_OVER_HEADS,
             "'per_block', 'per_head', 'per_row', 'cast' or 'bf16'",

@@ -69,10 +69,14 @@ NOT_BUILT = {
 }
 
 
-def test_retrieval_with_split_heads_is_not_built(run_folder: str) -> None:
+def test_some_negatives_of_the_batch_with_split_heads_are_not_built(run_folder: str) -> None:
     parallel = TensorModelParallelArgs(tensor_model_parallel_size=2)
-    experiment = dataclasses.replace(retrieval_experiment(run_folder), parallel=parallel)
-    with pytest.raises(NotImplementedError, match="with RetrievalArgs is not built yet.*: 1"):
+    retrieval = {"num_negatives": 5}
+    experiment = dataclasses.replace(
+        retrieval_experiment(run_folder, retrieval=retrieval), parallel=parallel
+    )
+    told = "RetrievalArgs.num_negatives of .*'in_batch' is not built yet.*None, or 'random'"
+    with pytest.raises(NotImplementedError, match=told):
         check_built(experiment)
     check_built(dataclasses.replace(synthetic_experiment(run_folder), parallel=parallel))
 

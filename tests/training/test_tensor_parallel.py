@@ -10,7 +10,12 @@ import torch
 
 from configs.schema import MixedPrecisionArgs, TensorModelParallelArgs
 from modules.linear.parallel import GradientKind, kind_of, split_dim_of
-from tests.support.experiments import batch_of, cpu_world, synthetic_experiment
+from tests.support.experiments import (
+    batch_of,
+    cpu_world,
+    retrieval_experiment,
+    synthetic_experiment,
+)
 from tests.support.two_ranks import TwoRanks
 from training.distributed import World
 from training.step import TrainStep
@@ -201,6 +206,48 @@ def test_fp8_attention_of_own_heads(
     plain, none = _fp8_attention(0, 1, run_folder, "bf16")
     assert none is None
     assert first != pytest.approx(plain, rel=1e-6, nan_ok=True), "nothing was rounded"
+
+
+def _retrieval(
+    rank: int, world_size: int, folder: str, asked: dict[str, Any], splits_tokens: bool
+) -> Any:
+    """Losses of two epochs, figures, and the item table at the end."""
+    plain = retrieval_experiment(
+        folder,
+        trainer={"train_batch_size": 4},
+        network={"input_dropout": 0.2},
+        optimizer=SGD,
+        retrieval=asked,
+    )
+    parallel = TensorModelParallelArgs(
+        tensor_model_parallel_size=world_size, sequence_parallel=splits_tokens
+    )
+    experiment = dataclasses.replace(plain, parallel=parallel)
+    trainer = Trainer(experiment, world=cpu_world(rank, world_size))
+    trainer.model.train()
+    step, loader = trainer._train_step(), trainer.loaders["train"]
+    losses = [step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
+    shards = [
+        shard.tensor
+        for value in trainer.model.state_dict().values()
+        if hasattr(value, "local_shards")
+        for shard in value.local_shards()
+    ]
+    return losses, trainer.evaluate("test"), torch.cat(shards)
+
+
+@pytest.mark.parametrize("splits_tokens", [False, True], ids=["tensor", "tensor and sequence"])
+@pytest.mark.parametrize(
+    "asked", [{}, {"negatives_sampler": "random", "num_negatives": 7}], ids=["in_batch", "random"]
+)
+def test_retrieval_on_two_ranks_is_one_process(
+    run_folder: str, world: World, two_ranks: TwoRanks, asked: dict[str, Any], splits_tokens: bool
+) -> None:
+    losses, figures, rows = _retrieval(0, 1, run_folder, asked, False)
+    first, second = two_ranks.run(_retrieval, run_folder, asked, splits_tokens)
+    assert first[0] == second[0] == pytest.approx(losses, rel=1e-5)
+    assert first[1] == second[1] == pytest.approx(figures, rel=1e-5)
+    torch.testing.assert_close(torch.cat([first[2], second[2]]), rows, rtol=0, atol=1e-5)
 
 
 def _resumed(
