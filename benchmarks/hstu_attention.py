@@ -91,6 +91,7 @@ CASES = {
     "uniform": Case(lengths=uniform_lengths(64, 4096)),
     "d64_32x2048": Case(lengths=L2048, dims=(64, 64)),
     "d256_32x2048": Case(lengths=L2048, dims=(256, 256)),
+    "d256_4x8192": Case(lengths=(8192,) * 4, dims=(256, 256)),
     "d96_32x2048": Case(lengths=L2048, dims=(96, 96)),
     "d32_32x2048": Case(lengths=L2048, dims=(32, 32)),
     "contextual_candidates": Case(lengths=L2048, num_contextuals=4, num_candidates=64),
