@@ -3,7 +3,7 @@
 A program owns 128 rows of one user and one head at a time: dQ of 64 rows in the registers of each
 warpgroup, while keys go by, 128 at a time.
 
-Sums, turns and the ring (k, v and k^T of a tile) are those of `hopper_fp8_keys_wide`.
+Turns and the ring (k, v and k^T of a tile) are those of `hopper_fp8_keys_wide`; sums are in FP32.
 """
 
 # ruff: noqa: ANN001, ANN201  a kernel's arguments are device values without a Python type

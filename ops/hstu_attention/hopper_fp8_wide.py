@@ -20,6 +20,57 @@ from ops.hstu_attention.hopper_kernels import zero_rows_past
 
 
 @gluon.jit
+def weight_and_slope_words(h, unit, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """`weight_words` and `slope_words`, of one tanh."""
+    h0, h1, h2, h3 = in_fours(h, ROWS, COLS)
+    p, s0, s1 = gl.inline_asm_elementwise(
+        """{
+            .reg .f32 t0, t1, t2, t3, n0, n1, n2, n3, s0, s1, s2, s3, u0, u1, u2, u3;
+            .reg .b16 low, high;
+            tanh.approx.f32 t0, $3;
+            tanh.approx.f32 t1, $4;
+            tanh.approx.f32 t2, $5;
+            tanh.approx.f32 t3, $6;
+            mul.f32 u0, $3, $7;
+            mul.f32 u1, $4, $7;
+            mul.f32 u2, $5, $7;
+            mul.f32 u3, $6, $7;
+            fma.rn.f32 u0, u0, t0, u0;
+            fma.rn.f32 u1, u1, t1, u1;
+            fma.rn.f32 u2, u2, t2, u2;
+            fma.rn.f32 u3, u3, t3, u3;
+            cvt.rn.satfinite.e4m3x2.f32 low, u1, u0;
+            cvt.rn.satfinite.e4m3x2.f32 high, u3, u2;
+            mov.b32 $0, {low, high};
+            neg.f32 n0, t0;
+            neg.f32 n1, t1;
+            neg.f32 n2, t2;
+            neg.f32 n3, t3;
+            fma.rn.f32 n0, n0, t0, 0f3F800000;
+            fma.rn.f32 n1, n1, t1, 0f3F800000;
+            fma.rn.f32 n2, n2, t2, 0f3F800000;
+            fma.rn.f32 n3, n3, t3, 0f3F800000;
+            add.f32 s0, t0, 0f3F800000;
+            add.f32 s1, t1, 0f3F800000;
+            add.f32 s2, t2, 0f3F800000;
+            add.f32 s3, t3, 0f3F800000;
+            fma.rn.f32 s0, $3, n0, s0;
+            fma.rn.f32 s1, $4, n1, s1;
+            fma.rn.f32 s2, $5, n2, s2;
+            fma.rn.f32 s3, $6, n3, s3;
+            cvt.rn.f16x2.f32 $1, s1, s0;
+            cvt.rn.f16x2.f32 $2, s3, s2;
+        }""",
+        "=&r,=&r,=&r,f,f,f,f,f",
+        [h0, h1, h2, h3, unit],
+        dtype=(gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+    return p, (s0, s1)
+
+
+@gluon.jit
 def slope_words(h, ROWS: gl.constexpr, COLS: gl.constexpr):
     """2 silu'(2 h) in FP16, two words for every word of codes; h is an accumulator.
 
@@ -185,3 +236,88 @@ def store_quarters(base, stride, first, end, gradient, factor, tile):
     g0, g1, g2, g3 = gradient
     store_half(base, stride, first, end, g0 * factor, g1 * factor, tile)
     store_half(base + 128, stride, first, end, g2 * factor, g3 * factor, tile)
+
+
+# ---- sums in BF16 --------------------------------------------------------------------------
+
+
+@gluon.jit
+def no_pairs(zero):
+    """Four quarters of a gradient of zeros, two BF16 neighbours in a word: (64, 32) each."""
+    even, _ = gl.split(zero.reshape(64, 32, 2))
+    layout: gl.constexpr = even.type.layout
+    words = gl.full([64, 32], 0, gl.int32, layout)
+    return words, words, words, words
+
+
+@gluon.jit
+def _pairs(x):
+    """An accumulator (64, 64) as BF16, two neighbours in a word."""
+    even, odd = gl.split(x.reshape(64, 32, 2))
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _add_pairs(sums, pairs, factor):
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, factor, sums], dtype=gl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_to_pairs(gradient, words, tile, factor, zero, COLS: gl.constexpr):
+    """`add_product` to sums in BF16; factor: a power of two."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 4)
+    left = as_left_operand(words, 64, COLS, layout)
+    twice = (factor.to(gl.int32, bitcast=True) >> 16) * 0x10001
+    g0, g1, g2, g3 = gradient
+    sums = warpgroup_mma(left, quarter(tile, 0), zero, use_acc=False, is_async=True)
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    pairs = _pairs(sums)
+    sums = warpgroup_mma(left, quarter(tile, 1), zero, use_acc=False, is_async=True)
+    g0 = _add_pairs(g0, pairs, twice)
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    pairs = _pairs(sums)
+    sums = warpgroup_mma(left, quarter(tile, 2), zero, use_acc=False, is_async=True)
+    g1 = _add_pairs(g1, pairs, twice)
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    pairs = _pairs(sums)
+    sums = warpgroup_mma(left, quarter(tile, 3), zero, use_acc=False, is_async=True)
+    g2 = _add_pairs(g2, pairs, twice)
+    sums, words = warpgroup_mma_wait(num_outstanding=0, deps=(sums, words))
+    g3 = _add_pairs(g3, _pairs(sums), twice)
+    return g0, g1, g2, g3
+
+
+@gluon.jit
+def _unpacked(words, factor):
+    """factor times the numbers of words (64, 32) of BF16 pairs, (64, 64) FP32."""
+    even, odd = gl.inline_asm_elementwise(
+        """{
+            .reg .b32 even, odd;
+            shl.b32 even, $2, 16;
+            and.b32 odd, $2, 0xFFFF0000;
+            mul.f32 $0, even, $3;
+            mul.f32 $1, odd, $3;
+        }""",
+        "=&f,=&f,r,f",
+        [words, factor],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.join(even, odd).reshape(64, 64)
+
+
+@gluon.jit
+def store_pairs(base, stride, first, end, gradient, factor, tile):
+    """`store_quarters` of sums in BF16."""
+    g0, g1, g2, g3 = gradient
+    left = _unpacked(g0, factor)
+    store_half(base, stride, first, end, left, _unpacked(g1, factor), tile)
+    left = _unpacked(g2, factor)
+    store_half(base + 128, stride, first, end, left, _unpacked(g3, factor), tile)
