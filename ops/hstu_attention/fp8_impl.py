@@ -121,7 +121,7 @@ class _Batch:
             num_rows=self.num_rows,
             max_seq_len=spec.max_seq_len,
             block=block,
-            bytes_per_row=2 * self.num_heads * self.width,
+            bytes_per_row=4 * self.num_heads * self.width,  # q, k, v and dO, a byte each
             contextuals=self.contextuals,
             candidates=self.candidates,
             level_0_first=self.rule.contextual_rows_see_all,
