@@ -39,6 +39,8 @@ def run(experiment: ExperimentArgs, *, evaluate: str | None = None) -> None:
             check_folders(experiment)
     # Deprecations inside torch and torchrec are for their authors, not for a user.
     warnings.simplefilter("ignore", FutureWarning)
+    # A single process saves without collectives, as it means to (`training.checkpoint`).
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     # torch takes seconds to import: everything that can fail without it has been checked.
     from torch.distributed.elastic.multiprocessing.errors import record
 
