@@ -176,6 +176,7 @@ class _Batch:
             structure=self.structure,
             rule=self.rule,
             scaled=self.is_scaled,
+            longest=min(self.spec.max_seq_len, self.num_rows),
         )
         return dq, dk, dv
 

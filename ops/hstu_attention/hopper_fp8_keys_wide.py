@@ -5,9 +5,11 @@ a time. Both gradients of 64 keys would fill a warpgroup's registers in FP32; th
 two in a register. A tile's product goes into a fresh FP32 accumulator, a quarter of the head dim at
 a time, and is added with the tile's scale: two roundings to BF16 for 128 rows. Beside those to E4M3
 of P and dS they are small: simulated, the relative errors of dV and dK grow from .0418 and .0540 to
-.0422 and .0543 with 2048 rows, from .0440 and .0537 to .0449 and .0546 with 8192, and from .0408
-and .0537 to .0449 and .0570 with 32,768. A pass for each gradient, in FP32, computes the scores
-once more and took 1.36 times as long; half as many keys, as in `hopper_keys_wide`, would want twice
+.0422 and .0543 with 2048 rows and from .0440 and .0537 to .0449 and .0546 with 8192. That is for
+rows of dO that have no part in common. If they have one, dV's sums grow steadily, and past hundreds
+of tiles stop growing: of .010 become .0115, .0130 and .0621 with 4096, 8192 and 32,768 rows. So
+long users are for `hopper_fp8_keys_long`: a pass for each gradient, in FP32, computes the scores
+once more and took 1.36 times as long. Half as many keys, as in `hopper_keys_wide`, would want twice
 the bytes from the L2 cache, which FP8 does not leave the time for.
 
 A warpgroup has the turn from there to its next scores; the other one's arithmetic runs under it.

@@ -45,6 +45,7 @@ class StandIn:
         structure: Callable,
         rule: Any,
         scaled: bool,
+        longest: int,
     ) -> None:
         self.calls.append("backward")
         batch = structure(128)

@@ -189,6 +189,18 @@ def test_modes_saturate_and_show_nan() -> None:
 
 
 @pytest.mark.parametrize("mode", ["per_block", "cast"])
+@pytest.mark.parametrize("length", [4096, 4097, 8192])
+def test_sums_of_long_users(length: int, mode: str) -> None:
+    """Rows of dO have a part in common: sums of dV grow all the way, and BF16 would lose rows."""
+    leaves, grad, arguments = make_rows((length,), 256, heads=1)
+    grad += torch.randn(256, device=DEVICE).to(grad.dtype)
+    call = (leaves, grad, arguments)
+    exact = results(*call, "reference")
+    actual, emulated = (results(*call, x, fp8=Fp8Spec(mode=mode)) for x in ("triton", "pytorch"))
+    assert_as_emulated(actual, emulated, exact)
+
+
+@pytest.mark.parametrize("mode", ["per_block", "cast"])
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_figures_at_2048_tokens(width: int, mode: str) -> None:
     """The bounds of FBGEMM's kernels, and 1.1 times the emulation's errors."""
