@@ -8,9 +8,9 @@ of P and dS they are small: simulated, the relative errors of dV and dK grow fro
 .0422 and .0543 with 2048 rows and from .0440 and .0537 to .0449 and .0546 with 8192. That is for
 rows of dO that have no part in common. If they have one, dV's sums grow steadily, and past hundreds
 of tiles stop growing: of .010 become .0115, .0130 and .0621 with 4096, 8192 and 32,768 rows. So
-long users are for `hopper_fp8_keys_long`: a pass for each gradient, in FP32, computes the scores
-once more and took 1.36 times as long. Half as many keys, as in `hopper_keys_wide`, would want twice
-the bytes from the L2 cache, which FP8 does not leave the time for.
+users of more than 8192 are for `hopper_fp8_keys_long`: a pass for each gradient, in FP32, computes
+the scores once more and took 1.36 times as long. Half as many keys, as in `hopper_keys_wide`, would
+want twice the bytes from the L2 cache, which FP8 does not leave the time for.
 
 A warpgroup has the turn from there to its next scores; the other one's arithmetic runs under it.
 Tiles of rows come through a ring of places of 32 KB, in the order of use: q, dO, dO^T, q^T.
