@@ -94,7 +94,7 @@ def test_forward(width: int, launches: list[tuple[Any, dict[str, Any]]]) -> None
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("grad_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("longest", [300, 8192, 8193])
+@pytest.mark.parametrize("longest", [8192, 8193])
 def test_backward(
     width: int, grad_dtype: Any, longest: int, launches: list[tuple[Any, dict[str, Any]]]
 ) -> None:
