@@ -141,7 +141,7 @@ def test_a_rank_that_never_comes_ends_the_job_after_the_time_set(tmp_path: Path)
     }
     result = start("benchmark_ranking.gin", values, processes=2, script=str(script))
     assert result.returncode != 0
-    assert result.seconds < 60
+    assert result.seconds < 90  # 30 of them torchrun's patience with the sleeper
     assert result.processes_left == 0
     assert "Timed out waiting 4000ms" in result.stderr
     assert "rank      : 0" in result.stderr
