@@ -6,9 +6,11 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from configs.schema import ExperimentArgs, MixedPrecisionArgs
 from model.build import _layer_config
@@ -112,4 +114,26 @@ def test_auto_does_not_emulate_where_no_triton_kernel_runs(
     assert told in line and "bfloat16" in line
     unfiltered = experiment_of(str(tmp_path), {}, auto_filter_attention=False)
     with pytest.raises(NotImplementedError, match=f"auto_filter_attention = False.*{told}"):
+        _layer_config(unfiltered, device_type="cuda", parallel=None)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
+def test_auto_does_not_emulate_on_a_gpu_that_is_no_hopper(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=1 << 20)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with caplog.at_level(logging.INFO):
+        config = _layer_config(experiment_of(str(tmp_path), {}), device_type="cuda", parallel=None)
+    assert (config.attention_backend, config.attention_fp8) == ("triton", None)
+    (line,) = [one.message for one in caplog.records if "attention of all layers" in one.message]
+    assert "bfloat16" in line and "need a Hopper GPU" in line
+    unfiltered = experiment_of(str(tmp_path), {}, auto_filter_attention=False)
+    with pytest.raises(NotImplementedError, match="auto_filter_attention = False.*Hopper GPU"):
         _layer_config(unfiltered, device_type="cuda", parallel=None)
